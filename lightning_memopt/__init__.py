@@ -1,0 +1,84 @@
+"""Train in less GPU memory with one callback, with the same gradients, and see where the bytes go.
+
+    from lightning.pytorch import Trainer
+    from lightning_memopt import MemoryMonitor, MemoryOptimization
+
+    trainer = Trainer(callbacks=[MemoryOptimization(), MemoryMonitor()])
+    trainer.fit(model, datamodule)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives; it is imported when it is first used.
+_HOME = {
+    "MemoryOptimization": "callbacks",
+    "MemoryMonitor": "callbacks",
+    "optimize_memory": "planning",
+    "Plan": "planning",
+    "apply_plan": "planning",
+    "applied_plan": "planning",
+    "remove_plan": "planning",
+    "checkpoint": "checkpointing",
+    "checkpoint_module": "checkpointing",
+    "unwrap_module": "checkpointing",
+    "SpikeCompressor": "checkpointing",
+    "BitSpikeCompressor": "checkpointing",
+    "BooleanSpikeCompressor": "checkpointing",
+    "Uint8SpikeCompressor": "checkpointing",
+    "SparseSpikeCompressor": "checkpointing",
+    "NonBinarySpikeError": "checkpointing",
+    "measure_memory": "measuring",
+}
+
+if TYPE_CHECKING:
+    from lightning_memopt.callbacks import MemoryMonitor, MemoryOptimization
+    from lightning_memopt.checkpointing import (
+        BitSpikeCompressor,
+        BooleanSpikeCompressor,
+        NonBinarySpikeError,
+        SparseSpikeCompressor,
+        SpikeCompressor,
+        Uint8SpikeCompressor,
+        checkpoint,
+        checkpoint_module,
+        unwrap_module,
+    )
+    from lightning_memopt.measuring import measure_memory
+    from lightning_memopt.planning import Plan, applied_plan, apply_plan, optimize_memory, remove_plan
+
+__all__ = [
+    "BitSpikeCompressor",
+    "BooleanSpikeCompressor",
+    "MemoryMonitor",
+    "MemoryOptimization",
+    "NonBinarySpikeError",
+    "Plan",
+    "SparseSpikeCompressor",
+    "SpikeCompressor",
+    "Uint8SpikeCompressor",
+    "applied_plan",
+    "apply_plan",
+    "checkpoint",
+    "checkpoint_module",
+    "measure_memory",
+    "optimize_memory",
+    "remove_plan",
+    "unwrap_module",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,49 @@
+"""How one region is treated: recomputed, its inputs packed, its memory respected."""
+
+from lightning_memopt.checkpointing.checkpoint import checkpoint
+from lightning_memopt.checkpointing.compressors import (
+    BitSpikeCompressor,
+    BooleanSpikeCompressor,
+    NonBinarySpikeError,
+    SparseSpikeCompressor,
+    SpikeCompressor,
+    SpikePayload,
+    Uint8SpikeCompressor,
+    check_pending_fits,
+)
+from lightning_memopt.checkpointing.module import (
+    RegionConfig,
+    checkpoint_module,
+    is_checkpointed,
+    region_config,
+    unwrap_module,
+)
+from lightning_memopt.checkpointing.state import (
+    StateAdapter,
+    StateSnapshot,
+    register_state_adapter,
+    restore_snapshot,
+    take_snapshot,
+)
+
+__all__ = [
+    "BitSpikeCompressor",
+    "BooleanSpikeCompressor",
+    "NonBinarySpikeError",
+    "RegionConfig",
+    "SparseSpikeCompressor",
+    "SpikeCompressor",
+    "SpikePayload",
+    "StateAdapter",
+    "StateSnapshot",
+    "Uint8SpikeCompressor",
+    "check_pending_fits",
+    "checkpoint",
+    "checkpoint_module",
+    "is_checkpointed",
+    "region_config",
+    "register_state_adapter",
+    "restore_snapshot",
+    "take_snapshot",
+    "unwrap_module",
+]

@@ -1,0 +1,384 @@
+"""
+Compressors: how a tensor is stored between forward and backward
+================================================================
+
+A compressor turns a tensor into a smaller payload and back. It is asked two things: the payload, and whether the
+payload holds the tensor exactly. Nobody has to promise that a tensor is binary: a tensor that does not fit is stored as
+it is where the answer can be read at no cost (on the CPU); on CUDA the answer stays on the device, and before the next
+optimizer step it is read and raises :class:`NonBinarySpikeError`, so that no weight is ever changed by a wrong value.
+
+Payloads are tuples of tensors and constants. They carry shape, dtype, strides and device, so one compressor object may
+serve any number of regions and threads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
+
+_SLICE = 1 << 20
+
+
+class NonBinarySpikeError(ValueError):
+    """A tensor to be compressed held a value that its compressor cannot store."""
+
+
+class Compressed(NamedTuple):
+    """A payload, whether it holds the tensor exactly (0-dim bool), and a value that it does not hold (0-dim)."""
+
+    payload: Any
+    fits: Tensor
+    odd: Tensor
+
+
+class SpikePayload(NamedTuple):
+    """What the built-in compressors store: compact data and how to rebuild the tensor from it."""
+
+    data: Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SpikeCompressor(ABC):
+    """Base class of compressors. Subclasses define :meth:`compress` and :meth:`decompress`.
+
+    ``compress`` receives a detached tensor of any shape, dtype and memory format and returns a payload (a tensor, or
+    tuples, lists and dicts of tensors and constants) from which ``decompress`` makes an equal tensor. Keep everything
+    that belongs to one call in the payload, nothing on the compressor. Whether the payload is exact is found by
+    decompressing it again; a subclass that knows a cheaper test overrides :meth:`compress_checked`.
+
+    Example:
+        >>> class Int16SpikeCompressor(SpikeCompressor):
+        ...     def compress(self, tensor): return tensor.short(), tensor.dtype
+        ...     def decompress(self, payload): return payload[0].to(payload[1])
+        >>> Int16SpikeCompressor().compress_checked(torch.tensor([300.0, -2.0])).fits.item()
+        True
+        >>> Int16SpikeCompressor().compress_checked(torch.tensor([0.5])).fits.item()
+        False
+    """
+
+    @abstractmethod
+    def compress(self, tensor: Tensor) -> Any:
+        """Return a payload that holds ``tensor``."""
+
+    @abstractmethod
+    def decompress(self, payload: Any) -> Tensor:
+        """Return the tensor that ``payload`` holds, with its shape, dtype, device and strides."""
+
+    def accepts(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this dtype and layout may be tried at all; values are not looked at."""
+        return True
+
+    def compress_checked(self, tensor: Tensor) -> Compressed:
+        """Compress and tell, without reading from the device, whether the payload is exact."""
+        payload = self.compress(tensor)
+        restored = self.decompress(payload)
+        if restored.shape != tensor.shape or restored.dtype != tensor.dtype:
+            return Compressed(payload, _constant(False, tensor), tensor.new_zeros(()))
+        return Compressed(payload, *_first_difference(tensor.reshape(-1), restored.reshape(-1)))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class _ElementwiseCompressor(SpikeCompressor):
+    """Compressors that store the elements of a tensor in the order in which they lie in memory."""
+
+    _what: str
+    _remedy: str
+
+    def accepts(self, tensor: Tensor) -> bool:
+        return tensor.dtype in PACKABLE_DTYPES and tensor.layout is torch.strided and not _overlaps(tensor)
+
+    def compress(self, tensor: Tensor) -> SpikePayload:
+        """Compress ``tensor``.
+
+        Raises:
+            TypeError: for a dtype or layout that cannot be stored.
+            NonBinarySpikeError: at once on the CPU, before the next optimizer step on CUDA, if a value does not fit.
+        """
+        if not self.accepts(tensor):
+            raise TypeError(
+                f"{type(self).__name__} stores dense tensors of a real dtype, got dtype {tensor.dtype}, layout "
+                f"{tensor.layout}, strides {tensor.stride()}."
+            )
+        compressed = self.compress_checked(tensor)
+        require_fit(compressed, self, f"a tensor of shape {tuple(tensor.shape)}")
+        payload: SpikePayload = compressed.payload
+        return payload
+
+    def compress_checked(self, tensor: Tensor) -> Compressed:
+        flat = _in_memory_order(tensor.detach())
+        data, fits, odd = self._store(flat)
+        payload = SpikePayload(data, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return Compressed(payload, fits, odd)
+
+    def decompress(self, payload: SpikePayload) -> Tensor:
+        numel = math.prod(payload.shape) // _repeats(payload.shape, payload.stride)
+        return _from_memory_order(self._load(payload.data, numel, payload.dtype), payload)
+
+    @abstractmethod
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+
+class BitSpikeCompressor(_ElementwiseCompressor):
+    """Eight binary spikes in a byte: 1/32 of fp32, 1/16 of fp16 and bf16, 1/8 of bool.
+
+    Example:
+        >>> compressor = BitSpikeCompressor()
+        >>> payload = compressor.compress(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> payload.data.nbytes, torch.equal(compressor.decompress(payload), torch.eye(2))
+        (1, True)
+    """
+
+    _what = "values other than 0 and 1"
+    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
+
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return bit_pack(flat)
+
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return bit_unpack(data, numel, dtype)
+
+
+class _CastCompressor(_ElementwiseCompressor):
+    _stored_dtype: torch.dtype
+
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        data = flat.to(self._stored_dtype)
+        return data, *_first_difference(flat, data)
+
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return data.to(dtype)
+
+
+class BooleanSpikeCompressor(_CastCompressor):
+    """A binary spike in a byte, as ``bool``.
+
+    Example:
+        >>> BooleanSpikeCompressor().compress(torch.tensor([1.0, 0.0])).data
+        tensor([ True, False])
+    """
+
+    _what = "values other than 0 and 1"
+    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
+    _stored_dtype = torch.bool
+
+
+class Uint8SpikeCompressor(_CastCompressor):
+    """A spike count of 0 to 255 in a byte, for integer sums of spikes (the ADD residual of SEW-ResNet).
+
+    Example:
+        >>> Uint8SpikeCompressor().compress(torch.tensor([0.0, 3.0])).data
+        tensor([0, 3], dtype=torch.uint8)
+    """
+
+    _what = "values other than the integers 0 to 255"
+    _remedy = "use no compressor"
+    _stored_dtype = torch.uint8
+
+
+class SparseSpikeCompressor(_ElementwiseCompressor):
+    """The positions of the ones, as int32 (int64 from 2**31 elements on): for binary spikes below 3 % density.
+
+    Its size depends on the values, so on CUDA it waits for the device once per tensor.
+
+    Example:
+        >>> SparseSpikeCompressor().compress(torch.tensor([0.0, 0.0, 1.0])).data
+        tensor([2], dtype=torch.int32)
+    """
+
+    _what = "values other than 0 and 1"
+    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
+
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positions = flat.nonzero().squeeze(1)
+        values = flat[positions]
+        fits, odd = _first_difference(values, torch.ones_like(values))
+        return positions.to(torch.int32 if flat.numel() < 2**31 else torch.int64), fits, odd
+
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        flat = torch.zeros(numel, dtype=dtype, device=data.device)
+        # index_fill_ takes int32 positions as they are: no copy of them as int64.
+        return flat.index_fill_(0, data, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layout: elements are stored in the order in which they lie in memory, so channels_last costs no copy
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory in another way than by expanding (as in ``unfold``)."""
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s > 0)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+
+
+def _repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many times expanding repeats each stored element."""
+    repeats = 1
+    for size, step in zip(shape, stride, strict=True):
+        if step == 0 and size > 1:
+            repeats *= size
+    return repeats
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The distinct elements of ``tensor`` as a flat tensor; a view where it is dense."""
+    if tensor.numel() == 0:
+        return tensor.reshape(-1)
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.permute(_memory_order(tensor.shape, tensor.stride())).reshape(-1)
+
+
+def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:
+    """Undo :func:`_in_memory_order`: same shape, same strides."""
+    shape, stride = payload.shape, payload.stride
+    if math.prod(shape) == 0:
+        return torch.empty_strided(shape, stride, dtype=payload.dtype, device=payload.device)
+    stored = tuple(1 if s == 0 else n for n, s in zip(shape, stride, strict=True))
+    span = 1 + sum((n - 1) * s for n, s in zip(stored, stride, strict=True))
+    if span == flat.numel():
+        return _reshaped(flat, shape, stride)
+    # A slice with gaps: the gaps must exist, their content is nobody's.
+    order = _memory_order(stored, stride)
+    rebuilt = torch.empty(span, dtype=flat.dtype, device=flat.device)
+    rebuilt.as_strided(stored, stride).permute(order).copy_(flat.view([stored[d] for d in order]))
+    return _reshaped(rebuilt, shape, stride)
+
+
+def _reshaped(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """The memory of ``flat`` as a tensor of its own: no view, so that it may be changed in place under autograd."""
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, shape, stride)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether values fit
+
+
+def _constant(value: bool, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.bool, device=like.device)
+
+
+def _first_difference(flat: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether ``stored`` equals ``flat`` and a value of ``flat`` where it does not, slice by slice."""
+    fits = _constant(True, flat)
+    odd = flat.new_zeros(())
+    for start in range(0, flat.numel(), _SLICE):
+        part = flat[start : start + _SLICE]
+        differs = stored[start : start + _SLICE].to(flat.dtype) != part
+        if flat.device.type == "cpu" and not differs.any():
+            continue
+        first = differs.to(torch.uint8).argmax()
+        odd = torch.where(fits.logical_and(differs[first]), part[first], odd)
+        fits = fits.logical_and(differs[first].logical_not())
+    return fits, odd
+
+
+def describe_misfit(compressor: SpikeCompressor, where: str, value: object) -> str:
+    """The sentence that names the place, the value and the remedy."""
+    what = getattr(compressor, "_what", "a value that does not survive the round trip")
+    remedy = getattr(compressor, "_remedy", "use no compressor")
+    return f"{where} held {value}, but {type(compressor).__name__} cannot store {what}. Remedy: {remedy}."
+
+
+class _Pending(NamedTuple):
+    """An answer that is still on a device: whether all fitted so far, one value that did not, and when it is known."""
+
+    compressor: SpikeCompressor
+    fits: Tensor
+    odd: Tensor
+    known: Any
+
+
+_PENDING: dict[tuple[torch.device, str], _Pending] = {}
+_PENDING_LOCK = threading.Lock()
+_OPTIMIZER_HOOK: Any = None
+
+
+def require_fit(compressed: Compressed, compressor: SpikeCompressor, where: str) -> None:
+    """Raise if the payload is not exact: now on the CPU, elsewhere before the next optimizer step.
+
+    Raises:
+        NonBinarySpikeError: on the CPU, if a value does not fit.
+    """
+    if compressed.fits.device.type == "cpu":
+        if not compressed.fits:
+            raise NonBinarySpikeError(describe_misfit(compressor, where, compressed.odd.item()))
+        return
+    _watch_optimizers()
+    device, fits, odd = compressed.fits.device, compressed.fits, compressed.odd
+    with _PENDING_LOCK:
+        earlier = _PENDING.get((device, where))
+        if earlier is not None:
+            fits, odd = earlier.fits & fits, torch.where(earlier.fits, odd, earlier.odd)
+        known = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        _PENDING[device, where] = _Pending(compressor, fits, odd, known)
+
+
+def check_pending_fits() -> None:
+    """Read the answers that are still on a device, once for all of them.
+
+    Called before every optimizer step; call it yourself where gradients are used without an optimizer. It waits for the
+    forward pass only, on a stream of its own: work queued since then goes on.
+
+    Raises:
+        NonBinarySpikeError: if a compressed tensor held a value that its compressor cannot store.
+    """
+    with _PENDING_LOCK:
+        pending = dict(_PENDING)
+        _PENDING.clear()
+    misfits = []
+    for device in {device for device, _ in pending}:
+        places = [(where, answer) for (on, where), answer in pending.items() if on == device]
+        for (where, answer), fits in zip(places, _read_flags(device, [answer for _, answer in places]), strict=True):
+            if not fits:
+                misfits.append(describe_misfit(answer.compressor, where, answer.odd.item()))
+    if misfits:
+        raise NonBinarySpikeError("Gradients of this step are wrong and were not applied: " + " ".join(sorted(misfits)))
+
+
+def _read_flags(device: torch.device, answers: list[_Pending]) -> list[bool]:
+    flags = [answer.fits for answer in answers]
+    if device.type != "cuda":
+        return [bool(flag) for flag in flags]
+    stream = torch.cuda.Stream(device)
+    for answer in answers:
+        stream.wait_event(answer.known)
+    with torch.cuda.stream(stream):
+        read: list[bool] = torch.stack(flags).tolist()
+    return read
+
+
+def _watch_optimizers() -> None:
+    global _OPTIMIZER_HOOK
+    if _OPTIMIZER_HOOK is None:
+        _OPTIMIZER_HOOK = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: check_pending_fits())
