@@ -1,10 +1,6 @@
 """Train in less GPU memory with one callback, with the same gradients, and see where the bytes go.
 
-    from lightning.pytorch import Trainer
-    from lightning_memopt import MemoryMonitor, MemoryOptimization
-
-    trainer = Trainer(callbacks=[MemoryOptimization(), MemoryMonitor()])
-    trainer.fit(model, datamodule)
+Add ``MemoryOptimization()`` and ``MemoryMonitor()`` to the callbacks of a Lightning ``Trainer``; nothing else changes.
 """
 
 from __future__ import annotations

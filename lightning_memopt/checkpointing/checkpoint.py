@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -40,6 +40,9 @@ from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, require_fit
 from lightning_memopt.checkpointing.hooks import any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.state import StateBefore
+
+# Untyped in torch.
+StorageWeakRef: Any = reductions.StorageWeakRef
 
 # Tensors below this many bytes are not worth a compressor's calls.
 _SMALLEST_PACKED_BYTES = 64
@@ -149,11 +152,13 @@ class _Packed:
     requires_grad: bool
 
     def unpack(self, kept: Sequence[Tensor]) -> Tensor:
-        payload = tree_unflatten([kept[leaf.index] if isinstance(leaf, _Raw) else leaf for leaf in self.leaves], self.spec)
+        payload = tree_unflatten(
+            [kept[leaf.index] if isinstance(leaf, _Raw) else leaf for leaf in self.leaves], self.spec
+        )
         if not self.requires_grad:
             return self.compressor.decompress(payload)
         anchor = torch.empty(0, requires_grad=True)
-        return _Unpack.apply(anchor, self.compressor, payload)  # type: ignore[no-any-return, no-untyped-call]
+        return _Unpack.apply(anchor, self.compressor, payload)  # type: ignore[no-any-return]
 
 
 class _Unpack(torch.autograd.Function):
@@ -244,7 +249,7 @@ class _Call:
         self.arg_count = len(self.tensors)
         self.tensors += self.before.settle()
         anchor = torch.empty(0, requires_grad=True)
-        self.node = _Keep.apply(anchor, *self.tensors).grad_fn  # type: ignore[no-untyped-call]
+        self.node = _Keep.apply(anchor, *self.tensors).grad_fn
         self.original = None
         self.tensors, self.versions = [], []
 
@@ -385,7 +390,7 @@ def _pack(call: _Call, index: int, tensor: Tensor, compressor: SpikeCompressor) 
 
 
 # Payloads in use, found by the storage they were made from. Both sides are weak: a payload lives as long as autograd
-# keeps it, and an address that is reused by another tensor cannot be mistaken, because the storage's own record is held.
+# keeps it, and a reused address cannot be mistaken for it, because the storage's own record is held.
 _PAYLOADS: dict[tuple[Any, ...], tuple[StorageWeakRef, list[Any], TreeSpec]] = {}
 _PAYLOADS_SWEEP_AT = [64]
 

@@ -35,7 +35,8 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], config: Regio
     Raises:
         ValueError: if an argument to be split is missing, is no tensor, or has another or too short a time dimension.
     """
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
     lengths: dict[int | str, int] = {}
     for name in config.chunked_args:
         value = given.get(name)
@@ -119,7 +120,7 @@ def check_chunks_are_safe(
                 state = [
                     leaf
                     for store in take_snapshot(module, copy=False)._stores
-                    for _, value in store.items()
+                    for _, value in store.entries()
                     for leaf in tree_flatten(value)[0]
                 ]
                 state = [s.clone() if isinstance(s, Tensor) else s for s in state]

@@ -9,8 +9,8 @@ while a region of ours is traced and only then.
 
 A packed input is built from two small tensors: the payload, and a token, a tensor of the input's shape that takes no
 memory and leads gradients back to the input. Storing it raw instead is not open to a compiled graph, so an input that
-does not fit raises :class:`NonBinarySpikeError`. Compressors other than the bit, boolean and uint8 ones have no compiled
-form: under the compiler their inputs are stored as they are.
+does not fit raises :class:`NonBinarySpikeError`. Compressors other than the bit, boolean and uint8 ones have no
+compiled form: under the compiler their inputs are stored as they are.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ def _load_fake(token: Tensor, data: Tensor, compressor: str, stride: list[int]) 
 
 
 for _backend in ("CPU", "CUDA"):
-    _LIBRARY.impl("region_store", _store, _backend)
-    _LIBRARY.impl("region_token", _token, _backend)
-    _LIBRARY.impl("region_load", _load, _backend)
+    for _name, _function in (("region_store", _store), ("region_token", _token), ("region_load", _load)):
+        _LIBRARY.impl(_name, _function, _backend)
 torch.library.register_fake("lightning_memopt::region_store", _store_fake, lib=_LIBRARY)
 torch.library.register_fake("lightning_memopt::region_token", _token, lib=_LIBRARY)
 torch.library.register_fake("lightning_memopt::region_load", _load_fake, lib=_LIBRARY)

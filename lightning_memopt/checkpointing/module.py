@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.checkpointing.checkpoint import Region, RegionFacts, check_compressor, run_region
@@ -108,7 +108,7 @@ def checkpoint_module(
         return module
     module.__dict__[REGION_ATTRIBUTE] = _ModuleRegion(config)
     if current is None and not _is_checkpointed_class(type(module)):
-        module.__class__ = _checkpointed_class(type(module))
+        module.__class__ = _checkpointed_class(type(module))  # type: ignore[assignment]
     return module
 
 
@@ -176,7 +176,7 @@ def _check_module(module: object) -> None:
             f"checkpoint_module cannot change {kind}: its forward was replaced on the object itself. Remove the "
             "replacement, or apply checkpoint_module to a module around it."
         )
-    lazy = [n for n, p in module.named_parameters() if isinstance(p, UninitializedTensorMixin)]
+    lazy = [n for n, p in module.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(
             f"checkpoint_module needs initialized parameters, but {lazy[0]} of {kind} is lazy. Run one forward first."
@@ -201,14 +201,14 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
         return known
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = super(checkpointed, self).forward
+        plain = super(checkpointed, self).forward  # type: ignore[misc]
         region = self.__dict__.get(REGION_ATTRIBUTE)
         if region is None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         return _run(self, plain, args, kwargs, region)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = super(checkpointed, self).__reduce_ex__(protocol)
+        reduced: Any = super(checkpointed, self).__reduce_ex__(protocol)
         make, make_args, *rest = reduced
         plain_args = tuple(original if arg is checkpointed else arg for arg in make_args)
         return (_remake, (make, plain_args), *rest)
@@ -238,7 +238,8 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     if hasattr(original, "__deepcopy__"):
         namespace["__deepcopy__"] = deepcopy
-    checkpointed: type[nn.Module] = type(original)(original.__name__, (original,), namespace)
+    make_class: Any = type(original)  # the metaclass
+    checkpointed: type[nn.Module] = make_class(original.__name__, (original,), namespace)
     _CLASSES[original] = checkpointed
     return checkpointed
 

@@ -38,7 +38,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Attributes every nn.Module has: structure, hooks and flags, not memory.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_forward_hooks_always_called"}
@@ -106,7 +106,7 @@ def register_state_adapter(adapter: StateAdapter) -> Any:
 class _Store:
     """One mutable place (buffers, attributes, a list, ...) of one module, with its contents at the time of noting."""
 
-    __slots__ = ("module", "name", "place", "contents")
+    __slots__ = ("contents", "module", "name", "place")
 
     def __init__(self, module: nn.Module, name: tuple[str, ...], place: Any) -> None:
         self.module = module
@@ -136,15 +136,16 @@ class _Store:
             place.update(contents)
         elif isinstance(place, list):
             place[:] = contents
-        elif isinstance(place, _MUTABLE):
+        elif isinstance(place, (set, deque)):
             place.clear()
-            (place.update if isinstance(place, set) else place.extend)(contents)
+            add: Any = place.update if isinstance(place, set) else place.extend
+            add(contents)
         elif isinstance(place, torch.Generator):
             place.set_state(contents)
         else:
             place.write(self.module, contents)
 
-    def items(self) -> Iterable[tuple[Any, Any]]:
+    def entries(self) -> Iterable[tuple[Any, Any]]:
         contents = self.contents
         if isinstance(contents, dict):
             return contents.items()
@@ -176,6 +177,8 @@ class _Attributes:
 
 
 _MUTABLE = (list, dict, set, deque)
+_SCALARS = (int, float, str, type(None))
+_NESTED = (*_MUTABLE, torch.Generator)
 
 
 def _is_stock_norm(module: nn.Module) -> bool:
@@ -187,7 +190,7 @@ def _is_stock_norm(module: nn.Module) -> bool:
 
 
 def _holds_no_memory(module: nn.Module) -> bool:
-    """torch's own layers keep nothing between calls, unless a hook writes to them."""
+    """Layers of torch itself keep nothing between calls, unless a hook writes to them."""
     if not type(module).__module__.startswith("torch.nn.modules."):
         return False
     return not module._forward_pre_hooks and not module._forward_hooks
@@ -202,10 +205,9 @@ def _stores(module: nn.Module) -> list[_Store]:
         stores.append(attributes)
         seen = {id(module._buffers)}
         for name, value in attributes.contents.items():
-            _nested_stores(module, (name,), value, seen, stores)
-    for adapter in _ADAPTERS:
-        if adapter.matches(module):
-            stores.append(_Store(module, (type(adapter).__name__,), adapter))
+            if isinstance(value, _NESTED):
+                _nested_stores(module, (name,), value, seen, stores)
+    stores.extend(_Store(module, (type(a).__name__,), a) for a in _ADAPTERS if a.matches(module))
     return stores
 
 
@@ -216,8 +218,8 @@ def _nested_stores(module: nn.Module, name: tuple[str, ...], value: Any, seen: s
         seen.add(id(value))
         store = _Store(module, name, value)
         stores.append(store)
-        for key, inner in store.items():
-            if isinstance(inner, (*_MUTABLE, torch.Generator)):
+        for key, inner in store.entries():
+            if isinstance(inner, _NESTED):
                 _nested_stores(module, (*name, str(key)), inner, seen, stores)
 
 
@@ -280,7 +282,7 @@ class StateBefore:
         self._modules: list[nn.Module] = []
         self._training: list[bool] = []
         self._mutated: set[int] = set()
-        self._specs: list[tuple[list[Any] | None, list[Any], Any] | None] = []
+        self._holes: list[list[Any]] = []
 
     def note(self, modules: Iterable[nn.Module]) -> None:
         """Note the memory of ``modules`` that were not noted before."""
@@ -302,7 +304,7 @@ class StateBefore:
 
     def _note_tensors(self, store: _Store) -> None:
         learned: _Learned | None = None
-        for key, value in store.items():
+        for key, value in store.entries():
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 continue
             learned = learned or _learned(store.module)
@@ -345,37 +347,47 @@ class StateBefore:
             elif slot.copy is not None and _may_be_shadowed(slot.tensor):
                 # A constant: its copy stands for it, whatever happens to it before the backward pass.
                 learned.shadows[name] = (slot.version, slot.copy)
-                slot.store.contents[slot.key] = _Opaque(slot.copy)
+                slot.store.contents[slot.key] = _Shadow(slot.copy)
             learned.known.add(name)
         self._slots = []
         return self._detach_tensors()
 
     def _detach_tensors(self) -> list[Tensor]:
-        """Take the tensors out of the noted contents, so that autograd alone keeps them alive (and may offload them)."""
+        """Take the tensors out of the noted contents, so that autograd alone keeps them (and may offload them)."""
         tensors: list[Tensor] = []
         for store in self._stores:
-            contents = store.contents
-            if isinstance(contents, Tensor):
-                self._specs.append(None)
-                continue
-            values = list(contents.values()) if isinstance(contents, dict) else contents
-            leaves, spec = tree_flatten([v if isinstance(v, (Tensor, tuple, _Opaque)) else _Opaque(v) for v in values])
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    leaves[i] = _TensorAt(len(tensors), changes=id(leaf) in self._mutated)
-                    tensors.append(leaf)
-            self._specs.append((list(contents) if isinstance(contents, dict) else None, leaves, spec))
-            store.contents = None
+            contents, holes = store.contents, []
+            for key, value in list(store.entries()):
+                if isinstance(value, Tensor):
+                    contents[key] = _TensorAt(len(tensors), changes=id(value) in self._mutated)
+                    tensors.append(value)
+                elif isinstance(value, _Shadow):
+                    contents[key] = value.tensor
+                    continue
+                elif isinstance(value, tuple) and not all(isinstance(x, _SCALARS) for x in value):
+                    leaves, spec = tree_flatten(value)
+                    inside = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                    if not inside:
+                        continue
+                    numbers = iter(range(len(tensors), len(tensors) + len(inside)))
+                    marked = [_TensorAt(next(numbers), False) if isinstance(x, Tensor) else x for x in leaves]
+                    contents[key] = _TupleAt(marked, spec)
+                    tensors += inside
+                else:
+                    continue
+                holes.append(key)
+            self._holes.append(holes)
         return tensors
 
     def _contents(self, index: int, tensors: Sequence[Tensor]) -> Any:
-        entry = self._specs[index]
-        if entry is None:
-            return self._stores[index].contents
-        keys, leaves, spec = entry
-        filled = [leaf.take(tensors) if isinstance(leaf, _TensorAt) else leaf for leaf in leaves]
-        values = [v.value if isinstance(v, _Opaque) else v for v in tree_unflatten(filled, spec)]
-        return values if keys is None else dict(zip(keys, values, strict=True))
+        """The noted contents of one store, with its tensors back in place."""
+        contents = self._stores[index].contents
+        if not self._holes[index]:
+            return contents
+        contents = contents.copy()
+        for key in self._holes[index]:
+            contents[key] = contents[key].take(tensors)
+        return contents
 
     @contextlib.contextmanager
     def recomputing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -401,6 +413,7 @@ class StateBefore:
             for module, mode in modes:
                 module.training = mode
 
+
 @dataclass(frozen=True)
 class _TensorAt:
     """Stands for a tensor that autograd keeps; one that changes in place is copied, so that it can be used again."""
@@ -413,11 +426,22 @@ class _TensorAt:
         return tensor.clone() if self.changes else tensor
 
 
-class _Opaque:
-    __slots__ = ("value",)
+@dataclass(frozen=True)
+class _TupleAt:
+    """Stands for a tuple (an LSTM's hidden state, say) whose tensors autograd keeps."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    leaves: list[Any]
+    spec: TreeSpec
+
+    def take(self, tensors: Sequence[Tensor]) -> Any:
+        return tree_unflatten([x.take(tensors) if isinstance(x, _TensorAt) else x for x in self.leaves], self.spec)
+
+
+@dataclass(frozen=True)
+class _Shadow:
+    """The copy of a constant tensor, which stands for it."""
+
+    tensor: Tensor
 
 
 def _give_scratch_statistics(norm: nn.Module) -> None:
@@ -464,7 +488,7 @@ def take_snapshot(module: nn.Module, *, copy: bool = True) -> StateSnapshot:
     if copy:
         with torch.no_grad():
             for store in stores:
-                for _, value in store.items():
+                for _, value in store.entries():
                     for leaf in tree_flatten(value)[0] if isinstance(value, tuple) else (value,):
                         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and id(leaf) not in copies:
                             copies[id(leaf)] = (leaf, _version(leaf), leaf.detach().clone())
