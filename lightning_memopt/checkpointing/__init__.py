@@ -1,6 +1,6 @@
 """How one region is treated: recomputed, its inputs packed, its memory respected."""
 
-from lightning_memopt.checkpointing.checkpoint import checkpoint
+from lightning_memopt.checkpointing.engine import checkpoint
 from lightning_memopt.checkpointing.compressors import (
     BitSpikeCompressor,
     BooleanSpikeCompressor,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
 
@@ -163,7 +164,7 @@ class _CastCompressor(_ElementwiseCompressor):
     _stored_dtype: torch.dtype
 
     def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        data = flat.to(self._stored_dtype)
+        data = flat.to(self._stored_dtype, copy=True)
         return data, *_first_difference(flat, data)
 
     def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -217,8 +218,7 @@ class SparseSpikeCompressor(_ElementwiseCompressor):
 
     def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(numel, dtype=dtype, device=data.device)
-        # index_fill_ takes int32 positions as they are: no copy of them as int64.
-        return flat.index_fill_(0, data, 1)
+        return flat.index_fill_(0, data.long(), 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +277,9 @@ def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:
 
 def _reshaped(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """The memory of ``flat`` as a tensor of its own: no view, so that it may be changed in place under autograd."""
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, shape, stride)
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+        flat.untyped_storage(), flat.storage_offset(), shape, stride
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,7 +297,7 @@ def _first_difference(flat: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     for start in range(0, flat.numel(), _SLICE):
         part = flat[start : start + _SLICE]
         differs = stored[start : start + _SLICE].to(flat.dtype) != part
-        if flat.device.type == "cpu" and not differs.any():
+        if reading_is_free(flat) and not differs.any():
             continue
         first = differs.to(torch.uint8).argmax()
         odd = torch.where(fits.logical_and(differs[first]), part[first], odd)
@@ -324,13 +326,18 @@ _PENDING_LOCK = threading.Lock()
 _OPTIMIZER_HOOK: Any = None
 
 
+def reading_is_free(tensor: Tensor) -> bool:
+    """Whether a value of ``tensor`` can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def require_fit(compressed: Compressed, compressor: SpikeCompressor, where: str) -> None:
     """Raise if the payload is not exact: now on the CPU, elsewhere before the next optimizer step.
 
     Raises:
         NonBinarySpikeError: on the CPU, if a value does not fit.
     """
-    if compressed.fits.device.type == "cpu":
+    if reading_is_free(compressed.fits):
         if not compressed.fits:
             raise NonBinarySpikeError(describe_misfit(compressor, where, compressed.odd.item()))
         return
@@ -381,4 +388,4 @@ def _read_flags(device: torch.device, answers: list[_Pending]) -> list[bool]:
 def _watch_optimizers() -> None:
     global _OPTIMIZER_HOOK
     if _OPTIMIZER_HOOK is None:
-        _OPTIMIZER_HOOK = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: check_pending_fits())
+        _OPTIMIZER_HOOK = register_optimizer_step_pre_hook(lambda *_: check_pending_fits())

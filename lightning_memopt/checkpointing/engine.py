@@ -37,7 +37,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_memopt.checkpointing.compiled import compiled_region
-from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, require_fit
+from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, reading_is_free, require_fit
 from lightning_memopt.checkpointing.hooks import any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.state import StateBefore
 
@@ -360,7 +360,7 @@ def _pack(call: _Call, index: int, tensor: Tensor, compressor: SpikeCompressor) 
     if shared is None:
         with torch.no_grad():
             compressed = compressor.compress_checked(tensor.detach())
-        if binary is None or tensor.device.type == "cpu":
+        if binary is None or reading_is_free(tensor):
             # Until a region's inputs are known, and wherever reading costs nothing, the answer is read at once.
             if not compressed.fits:
                 facts.packable[index] = False
@@ -378,6 +378,9 @@ def _pack(call: _Call, index: int, tensor: Tensor, compressor: SpikeCompressor) 
         else:
             require_fit(compressed, compressor, f"input {index} of {label}")
         shared = tree_flatten(compressed.payload)
+        if _payload_bytes(shared[0]) >= min(tensor.nbytes, tensor.untyped_storage().nbytes()):
+            facts.packable[index] = False
+            return None
         _share_payload(tensor, compressor, shared)
     leaves = []
     for leaf in shared[0]:
@@ -387,6 +390,10 @@ def _pack(call: _Call, index: int, tensor: Tensor, compressor: SpikeCompressor) 
         else:
             leaves.append(leaf)
     return _Packed(compressor, tuple(leaves), shared[1], tensor.requires_grad)
+
+
+def _payload_bytes(leaves: list[Any]) -> int:
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 # Payloads in use, found by the storage they were made from. Both sides are weak: a payload lives as long as autograd

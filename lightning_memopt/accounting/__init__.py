@@ -1,0 +1,5 @@
+"""Where the bytes of training go: pictures of measured steps."""
+
+from lightning_memopt.accounting.plots import plot_timeline
+
+__all__ = ["plot_timeline"]

@@ -1,0 +1,452 @@
+"""
+Memory Monitor
+^^^^^^^^^^^^^^
+
+Logs peak memory and time of the training steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
+from typing_extensions import override
+
+from lightning_memopt.measuring import AllocationRecorder, process_memory
+
+_MIB = 2**20
+
+
+class MemoryMonitor(Callback):
+    r"""Logs peak memory, step time and throughput of training, per optimizer step and per epoch.
+
+    A step is everything between ``on_train_batch_start`` and ``on_train_batch_end``: forward, backward, optimizer.
+    Waiting for data, moving it to the device and validation are left out. With gradient accumulation the micro-batches
+    up to an optimizer step are one step: their times are summed, their peaks enter by maximum.
+
+    **Logged metrics**, all with the prefix ``MemoryMonitor/``; MiB are 2**20 bytes, memory is the MAX over all ranks:
+
+    - every ``Trainer.log_every_n_steps`` optimizer steps:
+
+        - ``peak_allocated_mib``, ``peak_reserved_mib``: peaks of the CUDA allocator within the step
+        - ``alloc_retries``: how often the CUDA allocator had to empty its cache since the step before
+        - ``rss_mib``: on other devices, resident memory of the process after the step
+        - ``peak_allocated_mib``: on the CPU, every ``trace_every_n_steps``-th step
+        - ``step_ms``: time of the step
+        - ``samples_per_s``: samples of all ranks over the time of the step
+
+    - at the end of every epoch: ``epoch_peak_allocated_mib``, ``epoch_peak_reserved_mib``, ``epoch_rss_mib`` (maximum),
+      ``epoch_alloc_retries`` (sum), ``epoch_step_ms_mean``, ``epoch_step_ms_median``, ``epoch_step_ms_max`` (of the
+      slowest rank) and ``epoch_samples_per_s``
+
+    They go to every logger and to ``trainer.callback_metrics``; the latter after each step in a single process, and
+    after each logged step where several have to agree on the maximum.
+
+    On CUDA, time is taken by pairs of events that are read once the device has passed them, so nothing waits for the
+    device within an epoch; a step is then logged a few steps later, under its own step number. On other devices it is
+    the time of the host.
+
+    Args:
+        batch_size_fn: Number of samples in a batch. ``None``: the size of the first dimension of the first tensor in
+            it, as Lightning infers it; give a function where that is the time dimension. If no size is found,
+            ``samples_per_s`` is left out.
+        reset_peak: Whether to reset the peak statistics of the CUDA allocator before each batch. If ``False``, peaks
+            are those since the last reset by anyone, which for a monitor of the whole run may be what is wanted.
+        trace_every_n_steps: On the CPU, record the allocations of every n-th optimizer step to find its peak. A traced
+            step is slower (and so has no ``step_ms``). 0 traces none.
+
+    Raises:
+        MisconfigurationException:
+            If ``batch_size_fn`` is not callable, ``trace_every_n_steps`` is not a whole number from 0 on, or it asks
+            for traces while the Trainer runs the PyTorch profiler.
+
+    Example::
+
+        from lightning import Trainer
+        from lightning_memopt import MemoryMonitor
+
+        trainer = Trainer(callbacks=[MemoryMonitor()])
+        trainer.fit(model)
+        trainer.callback_metrics["MemoryMonitor/epoch_step_ms_median"]
+
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        reset_peak: bool = True,
+        trace_every_n_steps: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size_fn is not None and not callable(batch_size_fn):
+            raise MisconfigurationException(
+                f"`MemoryMonitor(batch_size_fn=...)` takes a function of the batch; got {batch_size_fn!r}."
+            )
+        if isinstance(trace_every_n_steps, bool) or not isinstance(trace_every_n_steps, int) or trace_every_n_steps < 0:
+            raise MisconfigurationException(
+                "`MemoryMonitor(trace_every_n_steps=...)` takes a whole number of optimizer steps, 0 for no traces;"
+                f" got {trace_every_n_steps!r}."
+            )
+        self.batch_size_fn = batch_size_fn
+        self.reset_peak = reset_peak
+        self.trace_every_n_steps = trace_every_n_steps
+        self._gauge: _Gauge | None = None
+        self._window: _Window | None = None
+        self._steps_taken = 0
+        self._pending: deque[_Step] = deque()
+        self._epoch = _EpochMetrics()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        device = trainer.strategy.root_device
+        if self.trace_every_n_steps and device.type != "cpu":
+            rank_zero_warn(
+                f"`MemoryMonitor(trace_every_n_steps={self.trace_every_n_steps})` traces steps on the CPU only; on"
+                f" {device} it has no effect."
+            )
+        elif self.trace_every_n_steps and isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                f"`MemoryMonitor(trace_every_n_steps={self.trace_every_n_steps})` records allocations with a torch"
+                " profiler, and only one can run at a time. Leave out `Trainer(profiler='pytorch')`, or set"
+                " `trace_every_n_steps=0`."
+            )
+        self._gauge = _CudaGauge(device, self.reset_peak) if device.type == "cuda" else _HostGauge()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._window = None
+        self._pending.clear()
+        self._steps_taken = trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch = _EpochMetrics()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        gauge = self._require_gauge()
+        if self._window is None:
+            self._window = _Window(first_global_step=trainer.global_step)
+        gauge.abandon()  # a batch that was skipped after its start has no end
+        gauge.start(trace=self._is_traced(trainer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        window = self._window
+        if window is None:
+            return
+        window.add(self._require_gauge().stop(), self._batch_size(batch))
+        if trainer.global_step == window.first_global_step:
+            return  # gradients are still being accumulated
+        self._window = None
+        self._pending.append(self._close(trainer, window))
+        self._finish_steps(trainer, wait=False)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish_steps(trainer, wait=True)
+        metrics = _as_tensors(self._epoch.compute(trainer))
+        trainer.callback_metrics.update(metrics)
+        # As for Lightning's own epoch metrics: the step of the last optimizer step.
+        trainer._logger_connector.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._abandon()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._abandon()
+
+    def _require_gauge(self) -> _Gauge:
+        if self._gauge is None:
+            raise RuntimeError("`MemoryMonitor` saw a training batch before `setup(stage='fit')`")
+        return self._gauge
+
+    def _is_traced(self, trainer: Trainer) -> bool:
+        every = self.trace_every_n_steps
+        return every > 0 and trainer.strategy.root_device.type == "cpu" and (self._steps_taken + 1) % every == 0
+
+    def _batch_size(self, batch: Any) -> float:
+        if self.batch_size_fn is not None:
+            return float(self.batch_size_fn(batch))
+        try:
+            return float(extract_batch_size(batch))
+        except MisconfigurationException:
+            return math.nan
+
+    def _close(self, trainer: Trainer, window: _Window) -> _Step:
+        """Number the step, and let the ranks agree on its memory and samples if it is to be seen."""
+        traced = self._is_traced(trainer)
+        self._steps_taken += 1
+        # Decided by counting alone, so that all ranks decide alike: they meet in a collective below.
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        logged = traced or (every > 0 and self._steps_taken % every == 0)
+        memory, samples = window.memory, window.samples
+        if logged:
+            memory = dict(zip(memory, _reduce(trainer, list(memory.values()), "max"), strict=True))
+            (samples,) = _reduce(trainer, [samples], "sum")
+        self._epoch.add_memory(window.memory)
+        return _Step(
+            number=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            logged=logged,
+            shown=logged or trainer.world_size == 1,
+            traced=traced,
+            memory=memory,
+            samples=samples,
+            local_samples=window.samples,
+            intervals=tuple(window.intervals),
+        )
+
+    def _finish_steps(self, trainer: Trainer, *, wait: bool) -> None:
+        """Log the steps that the device has passed, oldest first."""
+        while self._pending:
+            step = self._pending[0]
+            if wait:
+                step.intervals[-1].wait()
+            elif not step.intervals[-1].passed():
+                return
+            self._pending.popleft()
+            values = dict(step.memory)
+            if not step.traced:
+                step_ms = sum(interval.ms() for interval in step.intervals)
+                self._epoch.add_time(step_ms, step.local_samples)
+                values["step_ms"] = step_ms
+                if not math.isnan(step.samples) and step_ms > 0:
+                    values["samples_per_s"] = 1e3 * step.samples / step_ms
+            metrics = _as_tensors(_prefixed(values))
+            if step.shown:
+                trainer.callback_metrics.update(metrics)
+            if step.logged:
+                trainer._logger_connector.log_metrics(metrics, step=step.number)
+
+    def _abandon(self) -> None:
+        if self._gauge is not None:
+            self._gauge.abandon()
+        self._window = None
+        self._pending.clear()
+
+
+class _Interval(Protocol):
+    """Time between two moments, known once the device has passed the second."""
+
+    def passed(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def ms(self) -> float: ...
+
+
+class _Gauge(Protocol):
+    """Takes memory and time of one batch on a kind of device."""
+
+    def start(self, *, trace: bool) -> None: ...
+
+    def stop(self) -> _Reading: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One batch: memory by metric name, and its time."""
+
+    memory: dict[str, float]
+    interval: _Interval
+
+
+@dataclass
+class _Window:
+    """The batches up to an optimizer step."""
+
+    first_global_step: int
+    memory: dict[str, float] = field(default_factory=dict)
+    samples: float = 0.0
+    intervals: list[_Interval] = field(default_factory=list)
+
+    def add(self, reading: _Reading, samples: float) -> None:
+        for name, value in reading.memory.items():
+            before = self.memory.get(name, 0.0)
+            self.memory[name] = before + value if name == "alloc_retries" else max(before, value)
+        self.samples += samples
+        self.intervals.append(reading.interval)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An optimizer step whose time may not be known yet."""
+
+    number: int
+    logged: bool
+    shown: bool
+    traced: bool
+    memory: dict[str, float]
+    samples: float
+    local_samples: float
+    intervals: tuple[_Interval, ...]
+
+
+class _EpochMetrics:
+    """Memory and time of the steps of one epoch, on this rank until :meth:`compute`."""
+
+    def __init__(self) -> None:
+        # The metrics stay on the CPU and are fed floats, and the ranks meet once, in compute().
+        self._memory: dict[str, Metric] = {}
+        self._mean_ms = MeanMetric(sync_on_compute=False)
+        self._all_ms = CatMetric(sync_on_compute=False)
+        self._max_ms = MaxMetric(sync_on_compute=False)
+        self._sum_ms = SumMetric(sync_on_compute=False)
+        self._samples = 0.0  # not a metric: not-a-number is what says that a batch had no size
+
+    def add_memory(self, memory: dict[str, float]) -> None:
+        for name, value in memory.items():
+            if name not in self._memory:
+                kind = SumMetric if name == "alloc_retries" else MaxMetric
+                self._memory[name] = kind(sync_on_compute=False)
+            self._memory[name].update(value)
+
+    def add_time(self, step_ms: float, samples: float) -> None:
+        for metric in (self._mean_ms, self._all_ms, self._max_ms, self._sum_ms):
+            metric.update(step_ms)
+        self._samples += samples
+
+    def compute(self, trainer: Trainer) -> dict[str, float]:
+        """Metrics over all ranks, by prefixed name."""
+        largest = {f"epoch_{name}": float(metric.compute()) for name, metric in self._memory.items()}
+        if self._mean_ms.update_called:
+            largest["epoch_step_ms_mean"] = float(self._mean_ms.compute())
+            largest["epoch_step_ms_median"] = float(torch.as_tensor(self._all_ms.compute()).quantile(0.5))
+            largest["epoch_step_ms_max"] = float(self._max_ms.compute())
+            largest["sum_ms"] = float(self._sum_ms.compute())
+        metrics = dict(zip(largest, _reduce(trainer, list(largest.values()), "max"), strict=True))
+        (samples,) = _reduce(trainer, [self._samples], "sum")
+        sum_ms = metrics.pop("sum_ms", 0.0)
+        if sum_ms > 0 and not math.isnan(samples):
+            metrics["epoch_samples_per_s"] = 1e3 * samples / sum_ms
+        return _prefixed(metrics)
+
+
+class _CudaGauge:
+    """Peaks from the CUDA allocator, time from CUDA events."""
+
+    def __init__(self, device: torch.device, reset_peak: bool) -> None:
+        self._device = device
+        self._reset_peak = reset_peak
+        self._begin: torch.cuda.Event | None = None
+        self._retries = 0
+
+    def start(self, *, trace: bool) -> None:
+        if self._reset_peak:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._begin = self._now()
+
+    def stop(self) -> _Reading:
+        if self._begin is None:
+            raise RuntimeError("stop() without start()")
+        end = self._now()
+        # One read of all statistics; max_memory_allocated() and its like would each make one.
+        statistics = torch.cuda.memory_stats_as_nested_dict(self._device)
+        retries = int(statistics["num_alloc_retries"])
+        memory = {
+            "peak_allocated_mib": statistics["allocated_bytes"]["all"]["peak"] / _MIB,
+            "peak_reserved_mib": statistics["reserved_bytes"]["all"]["peak"] / _MIB,
+            "alloc_retries": float(retries - self._retries),
+        }
+        self._retries = retries
+        begin, self._begin = self._begin, None
+        return _Reading(memory, _CudaInterval(begin, end))
+
+    def abandon(self) -> None:
+        self._begin = None
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class _CudaInterval:
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._begin = begin
+        self._end = end
+
+    def passed(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def ms(self) -> float:
+        return float(self._begin.elapsed_time(self._end))
+
+
+class _HostGauge:
+    """Resident memory of the process, the time of the host, and on demand the peak by allocation events."""
+
+    def __init__(self) -> None:
+        self._recorder = AllocationRecorder()
+        self._begin = 0.0
+
+    def start(self, *, trace: bool) -> None:
+        if trace:
+            self._recorder.start()
+        self._begin = time.perf_counter()
+
+    def stop(self) -> _Reading:
+        interval = _HostInterval((time.perf_counter() - self._begin) * 1e3)
+        memory = {"rss_mib": process_memory() / _MIB}
+        if self._recorder.running:
+            memory["peak_allocated_mib"] = self._recorder.stop().peak_bytes / _MIB
+        return _Reading(memory, interval)
+
+    def abandon(self) -> None:
+        if self._recorder.running:
+            self._recorder.stop()
+
+
+class _HostInterval:
+    def __init__(self, ms: float) -> None:
+        self._ms = ms
+
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def ms(self) -> float:
+        return self._ms
+
+
+def _reduce(trainer: Trainer, values: list[float], operation: str) -> list[float]:
+    """Combine the values of all ranks; every rank must come with as many."""
+    if trainer.world_size == 1 or not values:
+        return values
+    local = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    reduced = torch.as_tensor(trainer.strategy.reduce(local, reduce_op=operation))
+    return [float(value) for value in reduced.tolist()]
+
+
+def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"MemoryMonitor/{name}": value for name, value in metrics.items()}
+
+
+def _as_tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in metrics.items()}

@@ -1,0 +1,16 @@
+"""Peak memory and time of one step, on any device."""
+
+from lightning_memopt.measuring.allocation_events import AllocationRecorder
+from lightning_memopt.measuring.marks import MemoryMark, mark_memory
+from lightning_memopt.measuring.process import process_memory
+from lightning_memopt.measuring.step_memory import MemoryPoint, StepMemory, measure_memory
+
+__all__ = [
+    "AllocationRecorder",
+    "MemoryMark",
+    "MemoryPoint",
+    "StepMemory",
+    "mark_memory",
+    "measure_memory",
+    "process_memory",
+]

@@ -1,0 +1,276 @@
+"""Bytes alive over time on the CPU, from the allocation events of the profiler.
+
+The CPU allocator keeps no statistics, but with ``profile_memory=True`` it reports every block it hands out and takes
+back, with address, size and time, to the running profiler. Added up on top of the bytes alive at the start, they
+give the curve that ``torch.cuda.memory_allocated`` would draw, and its highest point is what
+``torch.cuda.max_memory_allocated`` would report, up to the 512-byte rounding of the CUDA allocator.
+
+Two things the events do not say, and where they are taken from instead:
+
+* Bytes alive at the start. Every tensor that Python knows of is asked for its storage, each storage counted once.
+  Tensors that only an autograd graph from before the start holds are not seen.
+* Blocks from before the start that are freed during the recording (the gradients that ``zero_grad`` drops, the neuron
+  state of the step before). The allocator knows no size for them, or a stale one from an earlier profile, so a weak
+  reference on each such storage notes its end, with an empty profiler range that puts it in order with the events.
+
+Blocks handed out or taken back by threads that the profiler does not follow (Python threads started by the user, data
+loader threads) are not counted. Autograd runs the backward of CPU tensors in the calling thread, so it is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile, record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memopt.measuring.marks import MARK_RANGE, MemoryMark
+
+__all__ = ["AllocationRecorder", "AllocationRecording", "storages_alive"]
+
+_FREED_RANGE = "lightning_memopt::storage_freed::"
+
+
+@dataclass(frozen=True)
+class AllocationRecording:
+    """Bytes alive on the CPU while an :class:`AllocationRecorder` ran.
+
+    Attributes:
+        start_bytes: Bytes of all storages alive at the start.
+        points: ``(time in ms since the first event, bytes alive from then on)``, in order of time, first the start.
+        marks: The moments that :func:`~lightning_memopt.measuring.mark_memory` named, in order.
+    """
+
+    start_bytes: int
+    points: tuple[tuple[float, int], ...]
+    marks: tuple[MemoryMark, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once, those from before the start included."""
+        return max(alive for _, alive in self.points)
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes alive at the end."""
+        return self.points[-1][1]
+
+
+class AllocationRecorder:
+    """Records the bytes alive on the CPU between :meth:`start` and :meth:`stop`.
+
+    For code that cannot be put into one function; :func:`~lightning_memopt.measuring.measure_memory` is the usual way.
+
+    Raises:
+        RuntimeError: From :meth:`start` if a profiler already runs in this thread, or if it was started before; from
+            :meth:`stop` if it was not.
+
+    Example:
+        >>> recorder = AllocationRecorder()
+        >>> recorder.start()
+        >>> held = torch.empty(1024, dtype=torch.uint8)
+        >>> recording = recorder.stop()
+        >>> recording.end_bytes - recording.start_bytes
+        1024
+    """
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        # storage -> what it held at the start: index is the position in these lists
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._sizes: list[int] = []
+        self._addresses: list[int] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and not yet stopped."""
+        return self._profile is not None
+
+    def start(self) -> None:
+        """Count the bytes alive now and begin to record."""
+        if self.running:
+            raise RuntimeError("this AllocationRecorder already runs; stop() it before it is started again")
+        refuse_nested_profiler()
+        gc.collect()  # garbage that a collection inside the step would free is no part of the step
+        for storage in storages_alive(torch.device("cpu")):
+            self._watch(storage)
+        self._profile = profile(use_cpu=True, profile_memory=True)
+        try:
+            with _quiet_kineto():
+                self._profile.__enter__()
+        except BaseException:
+            self._reset()
+            raise
+
+    def stop(self) -> AllocationRecording:
+        """End the recording and return it."""
+        if not self.running:
+            raise RuntimeError("this AllocationRecorder does not run; start() comes before stop()")
+        try:
+            self._profile.__exit__(None, None, None)
+            return self._integrate(list(_event_tree(self._profile)))
+        finally:
+            self._reset()
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        name = f"{_FREED_RANGE}{len(self._watched)}"
+
+        def note_end(_: object) -> None:
+            with record_function(name):
+                pass
+
+        self._watched.append(weakref.ref(storage, note_end))
+        self._sizes.append(storage.nbytes())
+        self._addresses.append(storage.data_ptr())
+
+    def _integrate(self, events: list[Any]) -> AllocationRecording:
+        events.sort(key=lambda event: event.start_time_ns)
+        start_bytes = alive = sum(self._sizes)
+        begin = events[0].start_time_ns if events else 0
+        now = 0.0
+        points = [(now, alive)]
+        marks: list[MemoryMark] = []
+        peak = alive  # since the last mark
+        blocks: set[int] = set()  # addresses handed out during the recording and not yet taken back
+        ended: set[int] = set()  # indices of the watched storages that are gone
+        for event in events:
+            if event.name.startswith(MARK_RANGE):
+                marks.append(MemoryMark(event.name[len(MARK_RANGE) :], alive, peak))
+                peak = alive
+                continue
+            if event.name.startswith(_FREED_RANGE):
+                index = int(event.name[len(_FREED_RANGE) :])
+                ended.add(index)
+                change = -self._sizes[index]
+            elif (block := _cpu_block(event)) is None:
+                continue
+            elif block.alloc_size > 0:
+                blocks.add(block.ptr)
+                change = block.alloc_size
+            elif block.ptr in blocks:
+                blocks.remove(block.ptr)
+                change = block.alloc_size
+            else:
+                # A block from before the start whose size an earlier profile left behind in the allocator.
+                continue
+            alive += change
+            peak = max(peak, alive)
+            now = (event.start_time_ns - begin) / 1e6
+            points.append((now, alive))
+
+        # Storages that ended in a thread the profiler does not follow, or that got another block by resize_(): when
+        # that was is unknown, so they leave at the end and the peak is at most too high by them.
+        late = sum(
+            self._sizes[index]
+            for index, reference in enumerate(self._watched)
+            if index not in ended and _lost_its_block(reference(), self._addresses[index])
+        )
+        if late:
+            points.append((now, alive - late))
+        return AllocationRecording(start_bytes, tuple(points), tuple(marks))
+
+    def _reset(self) -> None:
+        self._profile = None
+        self._watched, self._sizes, self._addresses = [], [], []
+
+
+def storages_alive(device: torch.device) -> list[torch.UntypedStorage]:
+    """Return the storages on ``device`` of all tensors that Python knows of, each once.
+
+    Tensors held by lists, closures and modules are found through the garbage collector, gradients through their
+    parameter. A view and its base share one storage. Sparse tensors give the storages of their parts; the outer shell
+    of a wrapper subclass (``DTensor``) holds nothing and is left out, its inner tensors are found by themselves.
+
+    Example:
+        >>> base = torch.zeros(100)
+        >>> view = base[10:20]
+        >>> [s.nbytes() for s in storages_alive(torch.device("cpu")) if s.data_ptr() == base.data_ptr()]
+        [400]
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    for candidate in gc.get_objects():
+        # type() and not isinstance(): proxies answer isinstance() by building what they stand for.
+        if not issubclass(type(candidate), torch.Tensor):
+            continue
+        for storage in _storages(candidate):
+            if storage.device.type == device.type and device.index in (None, storage.device.index):
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
+        shell: object = tensor
+        if not is_traceable_wrapper_subclass(shell):
+            for part in _dense_parts(tensor):
+                yield part.untyped_storage()
+    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
+        if tensor.is_leaf and tensor.grad is not None:
+            yield from _storages(tensor.grad)
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def refuse_nested_profiler() -> None:
+    """Raise ``RuntimeError`` if a profiler runs in this thread: two cannot."""
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError(
+            "a torch profiler already runs in this thread, and memory is recorded with a profiler of its own. "
+            "Measure outside the `with torch.profiler.profile(...)` block, or without Trainer(profiler='pytorch')"
+        )
+
+
+@contextlib.contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Start the profiler without its chatter on stderr.
+
+    Kineto prints start and stop messages, and an ERROR where a CUDA build of torch finds no driver. It reads its log
+    level from the environment once, when the first profiler starts; a level the user set is left alone.
+    """
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def _event_tree(finished: Any) -> Iterator[Any]:
+    """All events of a finished profile.
+
+    The flat public list of events leaves out the addresses, without which a free cannot be told from a stale one.
+    """
+    pending = list(finished.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        yield event
+        pending.extend(event.children)
+
+
+def _cpu_block(event: Any) -> Any | None:
+    if event.tag != torch._C._profiler._EventType.Allocation:
+        return None
+    block = event.extra_fields
+    return block if block.device.type == "cpu" else None
+
+
+def _lost_its_block(storage: torch.UntypedStorage | None, address: int) -> bool:
+    return storage is None or storage.data_ptr() != address

@@ -1,0 +1,591 @@
+from __future__ import annotations
+
+import copy
+import csv
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memopt.callbacks import memory_monitor
+from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
+from lightning_memopt.measuring import measure_memory
+from tests.ranks import run_ranks
+
+MIB = 2**20
+BATCH = 4
+
+
+class Net(LightningModule):
+    """A linear layer; hidden activations of ``hidden`` columns set the peak of a step."""
+
+    def __init__(self, batches: int = 6, hidden: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.batches = batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layers(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(BATCH * self.batches, 8)), batch_size=BATCH)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(BATCH, 8)), batch_size=BATCH)
+
+
+class Clock:
+    """Stands for the monitor's clock: advances only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(memory_monitor, "time", clock)
+    return clock
+
+
+class SlowNet(Net):
+    """Batch number i takes i + 1 seconds; validation takes 1000."""
+
+    def __init__(self, clock: Clock, batches: int = 6) -> None:
+        super().__init__(batches)
+        self.clock = clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.clock.now += batch_idx + 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 1000
+
+
+class StepMetrics(Callback):
+    """What callback_metrics held after each batch. Listed after the monitor."""
+
+    def __init__(self) -> None:
+        self.after_batch: list[dict[str, float]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        self.after_batch.append(_monitored(trainer))
+
+
+def _monitored(trainer: Trainer) -> dict[str, float]:
+    prefix = "MemoryMonitor/"
+    return {k.removeprefix(prefix): float(v) for k, v in trainer.callback_metrics.items() if k.startswith(prefix)}
+
+
+def _trainer(tmp_path: Path, *callbacks: Callback, logger: Any = False, **arguments: Any) -> Trainer:
+    defaults: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        logger=logger,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**defaults, **arguments},
+    )
+
+
+def _rows(logger: CSVLogger) -> list[dict[str, str]]:
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        return [
+            {k.removeprefix("MemoryMonitor/"): v for k, v in row.items() if v}
+            for row in csv.DictReader(file)
+            if any(k.startswith("MemoryMonitor/") and v for k, v in row.items())
+        ]
+
+
+def test_each_step_is_logged_under_its_own_number_and_the_epoch_under_its_last(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = _trainer(tmp_path, MemoryMonitor(), logger=logger)
+    trainer.fit(SlowNet(clock))
+    *steps, epoch = _rows(logger)
+    assert [int(row["step"]) for row in steps] == [0, 1, 2, 3, 4, 5]
+    assert [float(row["step_ms"]) for row in steps] == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0]
+    assert [float(row["samples_per_s"]) for row in steps] == pytest.approx([BATCH / (i + 1) for i in range(6)])
+    assert all(float(row["rss_mib"]) > 50 for row in steps)
+    assert int(epoch["step"]) == 5
+    assert float(epoch["epoch_step_ms_mean"]) == 3500.0
+    assert float(epoch["epoch_step_ms_median"]) == 3500.0
+    assert float(epoch["epoch_step_ms_max"]) == 6000.0
+    assert float(epoch["epoch_samples_per_s"]) == pytest.approx(6 * BATCH / 21)
+    assert float(epoch["epoch_rss_mib"]) == pytest.approx(max(float(row["rss_mib"]) for row in steps))
+
+
+def test_micro_batches_are_summed_to_optimizer_steps_and_validation_between_them_is_left_out(
+    tmp_path: Path, clock: Clock
+) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = _trainer(
+        tmp_path,
+        MemoryMonitor(),
+        logger=logger,
+        accumulate_grad_batches=3,
+        val_check_interval=1,  # after every batch, so also within an accumulation
+    )
+    trainer.fit(SlowNet(clock, batches=7))
+    *steps, epoch = _rows(logger)
+    # Batches 1+2+3 and 4+5+6 s; Lightning steps on the last batch of the epoch, too.
+    assert [float(row["step_ms"]) for row in steps] == [6000.0, 15000.0, 7000.0]
+    assert [int(row["step"]) for row in steps] == [0, 1, 2]
+    assert [float(row["samples_per_s"]) for row in steps] == pytest.approx([12 / 6, 12 / 15, 4 / 7])
+    assert float(epoch["epoch_step_ms_max"]) == 15000.0
+    assert float(epoch["epoch_step_ms_median"]) == 7000.0
+
+
+def test_manual_optimization_counts_its_own_optimizer_steps(tmp_path: Path, clock: Clock) -> None:
+    class Manual(SlowNet):
+        def __init__(self, clock: Clock) -> None:
+            super().__init__(clock)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            if batch_idx % 2 == 1:
+                self.optimizers().step()
+            return loss
+
+    logger = CSVLogger(tmp_path)
+    _trainer(tmp_path, MemoryMonitor(), logger=logger).fit(Manual(clock))
+    assert [float(row["step_ms"]) for row in _rows(logger)[:-1]] == [3000.0, 7000.0, 11000.0]
+
+
+def test_without_a_logger_the_metrics_of_every_step_and_epoch_are_in_callback_metrics(
+    tmp_path: Path, clock: Clock
+) -> None:
+    after = StepMetrics()
+    trainer = _trainer(tmp_path, MemoryMonitor(), after, logger=False, log_every_n_steps=50)
+    trainer.fit(SlowNet(clock, batches=3))
+    assert [metrics["step_ms"] for metrics in after.after_batch] == [1000.0, 2000.0, 3000.0]
+    assert _monitored(trainer)["epoch_step_ms_mean"] == 2000.0
+
+
+def test_steps_are_logged_as_often_as_the_trainer_logs(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    _trainer(tmp_path, MemoryMonitor(), logger=logger, log_every_n_steps=4, max_epochs=2).fit(SlowNet(clock, batches=5))
+    rows = _rows(logger)
+    assert [int(row["step"]) for row in rows if "step_ms" in row] == [3, 7]
+    assert [float(row["epoch_step_ms_mean"]) for row in rows if "step_ms" not in row] == [3000.0, 3000.0]
+
+
+def test_every_logger_gets_the_metrics(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two")]
+    _trainer(tmp_path, MemoryMonitor(), logger=loggers).fit(Net(batches=2))
+    assert _rows(loggers[0]) == _rows(loggers[1])
+    assert len(_rows(loggers[0])) == 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_on_the_cpu_every_nth_step_is_traced_to_the_peak_that_measuring_the_step_alone_gives(
+    tmp_path: Path, accumulate: int
+) -> None:
+    hidden = 4096
+    after = StepMetrics()
+    trainer = _trainer(
+        tmp_path,
+        MemoryMonitor(trace_every_n_steps=2),
+        after,
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    model = Net(batches=4 * accumulate, hidden=hidden)
+    trainer.fit(model)
+    per_step = after.after_batch[accumulate - 1 :: accumulate]
+    assert ["peak_allocated_mib" in metrics for metrics in per_step] == [False, True, True, True]
+
+    data = torch.rand(BATCH, 8)
+    model.zero_grad()
+    alone = measure_memory(lambda: model.training_step([data], 0).backward(), device="cpu")
+    activations = alone.peak_bytes - alone.start_bytes
+    assert activations > BATCH * hidden * 4
+    traced = _monitored(trainer)["epoch_peak_allocated_mib"] * MIB
+    # The run also holds its data set, and gradients from the step before.
+    assert activations + _bytes_of(model) <= traced <= alone.peak_bytes + _bytes_of(model) + MIB / 4
+
+
+def test_a_traced_step_has_no_time_and_does_not_enter_that_of_the_epoch(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = _trainer(tmp_path, MemoryMonitor(trace_every_n_steps=3), logger=logger, log_every_n_steps=50)
+    trainer.fit(SlowNet(clock))
+    traced = [row for row in _rows(logger) if "peak_allocated_mib" in row]
+    assert [int(row["step"]) for row in traced] == [2, 5]  # logged although the trainer logs every 50 steps
+    assert not any("step_ms" in row for row in traced)
+    assert _monitored(trainer)["epoch_step_ms_mean"] == (1 + 2 + 4 + 5) * 1000 / 4
+    assert _monitored(trainer)["epoch_samples_per_s"] == pytest.approx(4 * BATCH / 12)
+
+
+def test_training_is_the_same_with_and_without_the_monitor(tmp_path: Path) -> None:
+    def weights(*callbacks: Callback) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = Net()
+        _trainer(tmp_path, *callbacks, max_epochs=2).fit(model)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for plain, monitored in zip(weights(), weights(MemoryMonitor(trace_every_n_steps=2)), strict=True):
+        assert torch.equal(plain, monitored)
+
+
+def test_an_error_in_a_traced_step_leaves_no_profiler_and_the_next_fit_starts_afresh(tmp_path: Path) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 1:
+                raise ValueError("the second batch is bad")
+            return super().training_step(batch, batch_idx)
+
+    monitor = MemoryMonitor(trace_every_n_steps=1)
+    with pytest.raises(ValueError, match="the second batch is bad"):
+        _trainer(tmp_path, monitor).fit(Failing())
+    assert not torch.autograd._profiler_enabled()
+    trainer = _trainer(tmp_path, monitor)
+    trainer.fit(Net())
+    assert _monitored(trainer)["peak_allocated_mib"] > 0
+
+
+def test_a_batch_skipped_after_its_start_does_not_stay_open(tmp_path: Path) -> None:
+    class Skipping(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and batch_idx == 1 else None  # ends the epoch
+
+    trainer = _trainer(tmp_path, MemoryMonitor(trace_every_n_steps=1), max_epochs=2)
+    trainer.fit(Skipping(batches=3))
+    assert not torch.autograd._profiler_enabled()
+    assert trainer.global_step == 4
+
+
+def test_a_second_fit_and_a_resumed_one_number_their_steps_as_the_trainer_does(tmp_path: Path) -> None:
+    first = Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+    first.fit(Net())
+    checkpoint = tmp_path / "last.ckpt"
+    first.save_checkpoint(checkpoint)
+    logger = CSVLogger(tmp_path)
+    trainer = _trainer(tmp_path, MemoryMonitor(), logger=logger, max_epochs=2, log_every_n_steps=4)
+    trainer.fit(Net(), ckpt_path=checkpoint)
+    assert [int(row["step"]) for row in _rows(logger) if "step_ms" in row] == [7, 11]
+
+
+def test_validation_and_test_runs_are_not_monitored(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor())
+    trainer.validate(Net(), verbose=False)
+    assert _monitored(trainer) == {}
+
+
+def test_the_number_of_samples_comes_from_the_given_function(tmp_path: Path, clock: Clock) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(batch_size_fn=lambda batch: batch[0].shape[1]))
+    trainer.fit(SlowNet(clock, batches=1))
+    assert _monitored(trainer)["samples_per_s"] == 8.0
+
+
+def test_a_batch_without_a_size_gives_no_samples_but_all_else(tmp_path: Path) -> None:
+    class NoBatch(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step([torch.rand(BATCH, 8)], batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader([0, 1, 2], batch_size=None, collate_fn=lambda item: {"index": item, "name": None})
+
+    trainer = _trainer(tmp_path, MemoryMonitor())
+    trainer.fit(NoBatch())
+    names = set(_monitored(trainer))
+    assert {"step_ms", "rss_mib", "epoch_step_ms_mean"} <= names
+    assert not {"samples_per_s", "epoch_samples_per_s"} & names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trace_every_n_steps": -1}, "whole number of optimizer steps.*got -1"),
+        ({"trace_every_n_steps": 1.5}, "got 1.5"),
+        ({"trace_every_n_steps": True}, "got True"),
+        ({"batch_size_fn": 3}, "takes a function of the batch; got 3"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_the_callback_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        MemoryMonitor(**arguments)
+
+
+def test_traces_beside_the_pytorch_profiler_are_refused_before_training(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(trace_every_n_steps=5), profiler="pytorch")
+    with pytest.raises(MisconfigurationException, match="only one can run at a time"):
+        trainer.fit(Net())
+
+
+def test_the_callback_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    monitor = MemoryMonitor(trace_every_n_steps=3, reset_peak=False)
+    _trainer(tmp_path, monitor).fit(Net())
+    for twin in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert (twin.trace_every_n_steps, twin.reset_peak) == (3, False)
+
+
+def samples_in(batch: Any) -> int:
+    return 2 * len(batch[0])
+
+
+def test_it_is_configured_from_a_yaml_file_with_functions_by_import_path(tmp_path: Path) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+        trainer:
+          accelerator: cpu
+          max_epochs: 1
+          logger: false
+          enable_checkpointing: false
+          enable_progress_bar: false
+          default_root_dir: {tmp_path}
+          callbacks:
+            - class_path: lightning_memopt.callbacks.memory_monitor.MemoryMonitor
+              init_args:
+                batch_size_fn: tests.test_memory_monitor.samples_in
+                trace_every_n_steps: 2
+        """
+    )
+    cli = LightningCLI(Net, args=["fit", "--config", str(config)], save_config_callback=None)
+    monitor = next(callback for callback in cli.trainer.callbacks if isinstance(callback, MemoryMonitor))
+    assert monitor.batch_size_fn is samples_in
+    assert monitor.trace_every_n_steps == 2
+    metrics = _monitored(cli.trainer)
+    assert metrics["epoch_peak_allocated_mib"] > 0
+    assert metrics["epoch_samples_per_s"] > 0
+
+
+# Two ranks: the second holds 32 MiB more and is slower.
+
+
+class UnevenNet(Net):
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.ballast = torch.ones(32 * MIB, dtype=torch.uint8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_on_rank(rank: int, folder: str) -> dict[str, Any]:
+    local: list[dict[str, float]] = []  # this rank's own numbers, before they are reduced
+    plain_close = MemoryMonitor._close
+
+    def close(self: MemoryMonitor, trainer: Trainer, window: Any) -> Any:
+        local.append(dict(window.memory))
+        return plain_close(self, trainer, window)
+
+    MemoryMonitor._close = close  # type: ignore[method-assign]
+    logger = CSVLogger(folder)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=1,
+        callbacks=[MemoryMonitor(trace_every_n_steps=2)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(UnevenNet(batches=8))
+    return {
+        "local": local,
+        "metrics": _monitored(trainer),
+        "rows": _rows(logger) if rank == 0 else [],
+    }
+
+
+def test_memory_is_the_maximum_over_the_ranks_and_samples_are_their_sum(tmp_path: Path) -> None:
+    first, second = run_ranks(_fit_on_rank, 2, str(tmp_path), timeout=180.0)
+    assert len(first["local"]) == 4  # eight batches over two ranks
+    steps = [row for row in first["rows"] if "rss_mib" in row]
+    assert [int(row["step"]) for row in steps] == [0, 1, 2, 3]
+    for step, mine, other in zip(steps, first["local"], second["local"], strict=True):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert float(step[name]) == pytest.approx(max(mine[name], other[name]), rel=1e-6)
+    for step in (steps[1], steps[3]):
+        assert "peak_allocated_mib" in step
+    assert second["local"][1]["peak_allocated_mib"] > first["local"][1]["peak_allocated_mib"] + 31
+    epoch_names = [name for name in first["metrics"] if name.startswith("epoch_")]
+    assert "epoch_step_ms_max" in epoch_names
+    for name in epoch_names:  # the same on all ranks, so that any rank may act on them
+        assert first["metrics"][name] == second["metrics"][name]
+    largest = max(other["peak_allocated_mib"] for other in second["local"] if "peak_allocated_mib" in other)
+    assert first["metrics"]["epoch_peak_allocated_mib"] == pytest.approx(largest, rel=1e-6)
+    for step in (steps[0], steps[2]):
+        assert float(step["samples_per_s"]) * float(step["step_ms"]) / 1e3 == pytest.approx(2 * BATCH, rel=1e-4)
+
+
+# The CUDA path, on a stand-in for the device whose queue runs behind the host.
+
+
+class FakeCuda:
+    """Events pass when the device gets there: ``lag`` events behind the host."""
+
+    def __init__(self, lag: int) -> None:
+        self.recorded: deque[FakeEvent] = deque()
+        self.lag = lag
+        self.device_ms = 0.0
+        self.resets = 0
+        self.waits = 0
+        self.peaks: Iterator[int] = iter(range(10, 1000))
+        self.retries = 0
+
+    def memory_stats(self, device: torch.device) -> dict[str, Any]:
+        peak = next(self.peaks)
+        self.retries += 2
+        return {
+            "num_alloc_retries": self.retries,
+            "allocated_bytes": {"all": {"peak": peak * MIB}},
+            "reserved_bytes": {"all": {"peak": 2 * peak * MIB}},
+        }
+
+
+class FakeEvent:
+    cuda: FakeCuda
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self, stream: object) -> None:
+        self.cuda.recorded.append(self)
+        while len(self.cuda.recorded) > self.cuda.lag:
+            self.cuda.recorded.popleft().happen()
+
+    def happen(self) -> None:
+        self.cuda.device_ms += 5.0
+        self.at = self.cuda.device_ms
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def synchronize(self) -> None:
+        self.cuda.waits += 1
+        while self.at is None:
+            self.cuda.recorded.popleft().happen()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.at is not None, "read before the device passed it"
+        assert end.at is not None, "read before the device passed it"
+        return end.at - self.at
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], FakeCuda]:
+    def no_synchronize(*_: object) -> None:
+        raise AssertionError("the monitor waits for the whole device")
+
+    def install(lag: int) -> FakeCuda:
+        cuda = FakeCuda(lag)
+
+        def reset(device: torch.device) -> None:
+            cuda.resets += 1
+
+        monkeypatch.setattr(FakeEvent, "cuda", cuda, raising=False)
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", cuda.memory_stats)
+        monkeypatch.setattr(torch.cuda, "synchronize", no_synchronize)
+        monkeypatch.setattr(
+            memory_monitor, "_HostGauge", lambda: memory_monitor._CudaGauge(torch.device("cuda", 0), True)
+        )
+        return cuda
+
+    return install
+
+
+@pytest.mark.parametrize("lag", [0, 1, 5])
+def test_cuda_times_are_read_once_the_device_has_passed_them_and_logged_under_their_own_step(
+    tmp_path: Path, fake_cuda: Callable[[int], FakeCuda], lag: int
+) -> None:
+    cuda = fake_cuda(lag)
+    waits: list[int] = []
+
+    class CountWaits(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            waits.append(cuda.waits)
+
+    logger = CSVLogger(tmp_path)
+    _trainer(tmp_path, MemoryMonitor(), CountWaits(), logger=logger, limit_val_batches=0).fit(Net(batches=6))
+    assert waits == [0] * 6  # within the epoch nothing waits
+    *steps, epoch = _rows(logger)
+    assert [int(row["step"]) for row in steps] == list(range(6))
+    assert [float(row["step_ms"]) for row in steps] == [5.0] * 6
+    assert [float(row["peak_allocated_mib"]) for row in steps] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
+    assert [float(row["peak_reserved_mib"]) for row in steps] == [20.0, 22.0, 24.0, 26.0, 28.0, 30.0]
+    assert [float(row["alloc_retries"]) for row in steps] == [2.0] * 6
+    assert cuda.resets == 6
+    assert float(epoch["epoch_peak_allocated_mib"]) == 15.0
+    assert float(epoch["epoch_alloc_retries"]) == 12.0
+    assert float(epoch["epoch_step_ms_median"]) == 5.0
+
+
+def test_peaks_of_micro_batches_enter_a_step_by_maximum_and_retries_by_sum(
+    tmp_path: Path, fake_cuda: Callable[[int], FakeCuda]
+) -> None:
+    fake_cuda(3)
+    logger = CSVLogger(tmp_path)
+    _trainer(tmp_path, MemoryMonitor(), logger=logger, limit_val_batches=0, accumulate_grad_batches=3).fit(Net())
+    *steps, _ = _rows(logger)
+    assert [float(row["peak_allocated_mib"]) for row in steps] == [12.0, 15.0]
+    assert [float(row["alloc_retries"]) for row in steps] == [6.0, 6.0]
+    assert [float(row["step_ms"]) for row in steps] == [15.0, 15.0]
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_peak_is_that_of_the_allocator(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cuda",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        callbacks=[MemoryMonitor()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        limit_val_batches=0,
+    )
+    trainer.fit(Net(hidden=2**18))
+    metrics = _monitored(trainer)
+    assert metrics["epoch_peak_allocated_mib"] * MIB >= BATCH * 2**18 * 4
+    assert metrics["epoch_peak_reserved_mib"] >= metrics["epoch_peak_allocated_mib"]
+    assert metrics["epoch_step_ms_max"] >= metrics["epoch_step_ms_median"] > 0
+    assert metrics["epoch_alloc_retries"] == 0
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
