@@ -1,6 +1,5 @@
 """How one region is treated: recomputed, its inputs packed, its memory respected."""
 
-from lightning_memopt.checkpointing.engine import checkpoint
 from lightning_memopt.checkpointing.compressors import (
     BitSpikeCompressor,
     BooleanSpikeCompressor,
@@ -11,6 +10,7 @@ from lightning_memopt.checkpointing.compressors import (
     Uint8SpikeCompressor,
     check_pending_fits,
 )
+from lightning_memopt.checkpointing.engine import checkpoint
 from lightning_memopt.checkpointing.module import (
     RegionConfig,
     checkpoint_module,

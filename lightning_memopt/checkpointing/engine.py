@@ -143,6 +143,13 @@ class _Raw:
 
 
 @dataclass(frozen=True)
+class _Same:
+    """Stands for an argument that is the same object as an earlier one, and must be again (attention looks at this)."""
+
+    position: int
+
+
+@dataclass(frozen=True)
 class _Packed:
     """Stands for an argument that is kept as a payload."""
 
@@ -205,6 +212,7 @@ class _Call:
         self.ran = False
         self.arg_count = 0
         self.host_random: _HostRandom | None = None
+        self.hooked = any_hooks(modules)
         self.observers: set[tuple[int, str, int]] = set()
         leaves, self.spec = tree_flatten((args, kwargs))
         self.tensors: list[Tensor] = []
@@ -230,8 +238,8 @@ class _Call:
         with ExitStack() as stack:
             if facts.calls_hidden_modules is not False:
                 stack.enter_context(_noting_called_modules(self.before, facts))
-            if any_hooks(self.modules):
-                stack.enter_context(watching_hooks(self.modules, self.observers))
+            if self.hooked:
+                stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
             result = self.function(*args, **kwargs)
         if host_random != _HostRandom.now():
             self.host_random = host_random
@@ -260,18 +268,24 @@ class _Call:
             self.function(*self.original[0], **self.original[1])
             return
         kept: Sequence[Tensor] = self.node.saved_tensors
-        leaves = [
-            kept[leaf.index] if isinstance(leaf, _Raw) else leaf.unpack(kept) if isinstance(leaf, _Packed) else leaf
-            for leaf in self.leaves
-        ]
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Raw):
+                leaves.append(kept[leaf.index])
+            elif isinstance(leaf, _Packed):
+                leaves.append(leaf.unpack(kept))
+            else:
+                leaves.append(leaves[leaf.position] if isinstance(leaf, _Same) else leaf)
         args, kwargs = tree_unflatten(leaves, self.spec)
         state = kept[self.arg_count :]
         del kept, leaves
+        # Packed inputs were unpacked for good: unless the graph is kept, the payload need not outlive this moment.
+        self.node.maybe_clear_saved_tensors()
         with ExitStack() as stack:
             if self.host_random is not None:
                 stack.enter_context(self.host_random.replayed())
             stack.enter_context(self.before.recomputing(state))
-            if self.observers:
+            if self.hooked:
                 stack.enter_context(replaying_hooks(self.modules, self.observers))
             self.function(*args, **kwargs)
 
@@ -311,9 +325,14 @@ def _store_leaves(call: _Call, leaves: list[Any], args: tuple[Any, ...], kwargs:
     region = call.region
     names = _allowed_leaves(region, args, kwargs) if region.compressor is not None else None
     stored: list[Any] = []
+    seen: dict[int, int] = {}
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             stored.append(leaf)
+            continue
+        first = seen.setdefault(id(leaf), index)
+        if first != index:
+            stored.append(_Same(first))
             continue
         packed = None
         if region.compressor is not None and (names is None or index in names):

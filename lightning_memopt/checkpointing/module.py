@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.checkpointing.engine import Region, RegionFacts, check_compressor, run_region
 from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, split_arguments
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
+from lightning_memopt.checkpointing.engine import Region, RegionFacts, check_compressor, run_region
 from lightning_memopt.checkpointing.state import REGION_ATTRIBUTE
 
 M = TypeVar("M", bound=nn.Module)

@@ -22,22 +22,23 @@ What it costs
 -------------
 Reassigned state (almost every neuron) is noted by reference: no copy. State changed in place must be copied before it
 changes, and we learn which that is: the first training call copies every tensor, later calls copy only those that did
-change in place. The statistics of torch's own batch and instance norms are never copied: in training they are written
-but not read, so the recomputation is given scratch buffers to write to.
+change in place, for example the statistics of batch norms, all of a region in one call. Other buffers are never copied
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Attributes every nn.Module has: structure, hooks and flags, not memory.
@@ -124,6 +125,8 @@ class _Store:
             return list(place)
         if isinstance(place, torch.Generator):
             return place.get_state()
+        if _is_array(place):
+            return place.copy()
         return dict(place.read(self.module))
 
     def write(self, contents: Any) -> None:
@@ -142,6 +145,8 @@ class _Store:
             add(contents)
         elif isinstance(place, torch.Generator):
             place.set_state(contents)
+        elif _is_array(place):
+            place[...] = contents
         else:
             place.write(self.module, contents)
 
@@ -149,13 +154,24 @@ class _Store:
         contents = self.contents
         if isinstance(contents, dict):
             return contents.items()
-        return () if isinstance(contents, Tensor) else enumerate(contents)
+        return enumerate(contents) if isinstance(contents, list) else ()
 
 
 def _get(contents: Any, key: Any) -> Any:
     if isinstance(contents, dict):
         return contents.get(key)
     return contents[key] if key < len(contents) else None
+
+
+class _ShadowCopy(NamedTuple):
+    """A copy of a small tensor that did not change: of which tensor, and of which version of it."""
+
+    source: weakref.ref[Tensor]
+    version: int
+    copy: Tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.source() is tensor and self.version == _version(tensor)
 
 
 class _Attributes:
@@ -178,22 +194,33 @@ class _Attributes:
 
 _MUTABLE = (list, dict, set, deque)
 _SCALARS = (int, float, str, type(None))
-_NESTED = (*_MUTABLE, torch.Generator)
-
-
-def _is_stock_norm(module: nn.Module) -> bool:
-    """Norms whose training forward writes running statistics but does not read them."""
-    if not isinstance(module, _NormBase):
-        return False
-    origin = type(module).__module__
-    return origin.startswith(("torch.nn.modules.", "spikingjelly."))
+_ATOMS = (bool, int, float, str, tuple, Tensor, torch.dtype, torch.device, nn.Module)
+# How deep attributes of attributes are followed.
+_DEPTH = 3
+_FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy"})
 
 
 def _holds_no_memory(module: nn.Module) -> bool:
-    """Layers of torch itself keep nothing between calls, unless a hook writes to them."""
+    """Layers of torch itself keep nothing between calls but running statistics, unless a hook writes to them."""
     if not type(module).__module__.startswith("torch.nn.modules."):
         return False
+    if isinstance(module, _NormBase) and module._buffers:
+        return False
     return not module._forward_pre_hooks and not module._forward_hooks
+
+
+def _is_foreign(value: Any) -> bool:
+    """A user's own object, whose attributes may be state; not one of a framework or the standard library."""
+    package = type(value).__module__.partition(".")[0]
+    if package in _FRAMEWORKS or (package in sys.stdlib_module_names and package != "__main__"):
+        return False
+    return hasattr(value, "__dict__") and not isinstance(value, type)
+
+
+def _is_array(value: Any) -> bool:
+    """A NumPy array small enough to be copied each time: it has no version to watch."""
+    cls = type(value)
+    return cls.__module__ == "numpy" and cls.__name__ == "ndarray" and value.nbytes <= _SHADOW_LIMIT_BYTES
 
 
 def _stores(module: nn.Module) -> list[_Store]:
@@ -205,22 +232,29 @@ def _stores(module: nn.Module) -> list[_Store]:
         stores.append(attributes)
         seen = {id(module._buffers)}
         for name, value in attributes.contents.items():
-            if isinstance(value, _NESTED):
-                _nested_stores(module, (name,), value, seen, stores)
+            _nested_stores(module, (name,), value, seen, stores)
     stores.extend(_Store(module, (type(a).__name__,), a) for a in _ADAPTERS if a.matches(module))
     return stores
 
 
 def _nested_stores(module: nn.Module, name: tuple[str, ...], value: Any, seen: set[int], stores: list[_Store]) -> None:
-    if isinstance(value, torch.Generator):
+    if value is None or isinstance(value, _ATOMS):
+        return
+    if isinstance(value, torch.Generator) or _is_array(value):
         stores.append(_Store(module, name, value))
-    elif isinstance(value, _MUTABLE) and id(value) not in seen:
-        seen.add(id(value))
-        store = _Store(module, name, value)
+        return
+    if isinstance(value, _MUTABLE):
+        place = value
+    elif len(name) <= _DEPTH and _is_foreign(value):
+        place = value.__dict__
+    else:
+        return
+    if id(place) not in seen:
+        seen.add(id(place))
+        store = _Store(module, name, place)
         stores.append(store)
         for key, inner in store.entries():
-            if isinstance(inner, _NESTED):
-                _nested_stores(module, (*name, str(key)), inner, seen, stores)
+            _nested_stores(module, (*name, str(key)), inner, seen, stores)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +268,7 @@ class _Learned:
     mutated: set[tuple[Any, ...]] = field(default_factory=set)
     reassigned: set[tuple[Any, ...]] = field(default_factory=set)
     known: set[tuple[Any, ...]] = field(default_factory=set)
-    shadows: dict[tuple[Any, ...], tuple[int, Tensor]] = field(default_factory=dict)
+    shadows: dict[tuple[Any, ...], _ShadowCopy] = field(default_factory=dict)
 
 
 # Keyed by id, not by the module: the hash of a torchmetrics.Metric changes with its state.
@@ -265,13 +299,36 @@ class _Slot:
     key: Any
     tensor: Tensor
     version: int
-    copy: Tensor | None
+    copy: Tensor | None = None
+    wants_copy: bool = False
+
+    def was_changed(self, look: bool) -> bool:
+        """Whether the tensor changed in place; ``look`` at its values too, for not every write counts a version."""
+        if _version(self.tensor) != self.version:
+            return True
+        return look and self.copy is not None and not torch.equal(self.tensor.detach(), self.copy.detach())
+
+
+def _copy(slots: list[_Slot]) -> None:
+    """Copy the tensors of ``slots``: those without gradients all in one call for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
+    for slot in slots:
+        tensor = slot.tensor
+        if tensor.requires_grad or type(tensor) is not Tensor or tensor.is_complex() or tensor.dtype == torch.bool:
+            slot.copy = tensor.clone()
+        else:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(slot)
+    for group in groups.values():
+        # Times one is an exact copy, signed zeros included, and takes one kernel for the whole group.
+        copies = torch._foreach_mul([slot.tensor for slot in group], 1)
+        for slot, copy in zip(group, copies, strict=True):
+            slot.copy = copy
 
 
 class StateBefore:
     """The memory of some modules as it was before a region ran.
 
-    Use :func:`note_state`, run the region, call :meth:`settle`; then :meth:`recomputing` gives a context in which the
+    :meth:`note` it, run the region, call :meth:`settle`; then :meth:`recomputing` gives a context in which the
     modules hold that memory again.
     """
 
@@ -282,25 +339,32 @@ class StateBefore:
         self._modules: list[nn.Module] = []
         self._training: list[bool] = []
         self._mutated: set[int] = set()
+        self._constant: dict[int, _ShadowCopy] = {}
         self._holes: list[list[Any]] = []
 
     def note(self, modules: Iterable[nn.Module]) -> None:
         """Note the memory of ``modules`` that were not noted before."""
+        first = len(self._slots)
         for module in modules:
             if id(module) in self._noted:
                 continue
             self._noted.add(id(module))
             self._modules.append(module)
             self._training.append(module.training)
-            if _is_stock_norm(module) or _holds_no_memory(module):
+            if _holds_no_memory(module):
                 continue
             for store in _stores(module):
                 self._stores.append(store)
                 self._note_tensors(store)
+        _copy([slot for slot in self._slots[first:] if slot.wants_copy])
 
     def has(self, module: nn.Module) -> bool:
         """Whether the memory of ``module`` was noted."""
         return id(module) in self._noted
+
+    def read(self) -> list[Any]:
+        """What the noted places hold now."""
+        return [store.read() for store in self._stores]
 
     def _note_tensors(self, store: _Store) -> None:
         learned: _Learned | None = None
@@ -309,16 +373,22 @@ class StateBefore:
                 continue
             learned = learned or _learned(store.module)
             name = (*store.name, key)
-            version = _version(value)
-            copy: Tensor | None = None
+            slot = _Slot(store, key, value, _version(value))
             if name in learned.mutated or name not in learned.known:
-                copy = value.clone()
+                slot.wants_copy = True
             elif name not in learned.reassigned and _may_be_shadowed(value):
                 shadow = learned.shadows.get(name)
-                if shadow is None or shadow[0] != version:
-                    shadow = learned.shadows[name] = (version, value.clone())
-                copy = shadow[1]
-            self._slots.append(_Slot(store, key, value, version, copy))
+                if shadow is None:
+                    slot.wants_copy = True
+                elif shadow.holds(value):
+                    slot.copy = shadow.copy
+                elif shadow.source() is value:
+                    slot.wants_copy = True
+                else:
+                    # Replaced from outside: from now on it is noted by reference.
+                    learned.reassigned.add(name)
+                    del learned.shadows[name]
+            self._slots.append(slot)
 
     def settle(self) -> list[Tensor]:
         """Learn from what the region did; returns the tensors that autograd must keep for the recomputation.
@@ -330,7 +400,7 @@ class StateBefore:
         for slot in self._slots:
             name = (*slot.store.name, slot.key)
             learned = _learned(slot.store.module)
-            if _version(slot.tensor) != slot.version:
+            if name in learned.mutated or slot.was_changed(look=name not in learned.known):
                 learned.mutated.add(name)
                 learned.shadows.pop(name, None)
                 if slot.copy is None:
@@ -346,8 +416,9 @@ class StateBefore:
                 learned.shadows.pop(name, None)
             elif slot.copy is not None and _may_be_shadowed(slot.tensor):
                 # A constant: its copy stands for it, whatever happens to it before the backward pass.
-                learned.shadows[name] = (slot.version, slot.copy)
-                slot.store.contents[slot.key] = _Shadow(slot.copy)
+                shadow = learned.shadows[name] = _ShadowCopy(weakref.ref(slot.tensor), slot.version, slot.copy)
+                slot.store.contents[slot.key] = slot.copy
+                self._constant[id(slot.copy)] = shadow
             learned.known.add(name)
         self._slots = []
         return self._detach_tensors()
@@ -359,18 +430,16 @@ class StateBefore:
             contents, holes = store.contents, []
             for key, value in list(store.entries()):
                 if isinstance(value, Tensor):
-                    contents[key] = _TensorAt(len(tensors), changes=id(value) in self._mutated)
+                    mark = id(value)
+                    contents[key] = _TensorAt(len(tensors), mark in self._mutated, self._constant.get(mark))
                     tensors.append(value)
-                elif isinstance(value, _Shadow):
-                    contents[key] = value.tensor
-                    continue
                 elif isinstance(value, tuple) and not all(isinstance(x, _SCALARS) for x in value):
                     leaves, spec = tree_flatten(value)
                     inside = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                     if not inside:
                         continue
                     numbers = iter(range(len(tensors), len(tensors) + len(inside)))
-                    marked = [_TensorAt(next(numbers), False) if isinstance(x, Tensor) else x for x in leaves]
+                    marked = [_TensorAt(next(numbers)) if isinstance(x, Tensor) else x for x in leaves]
                     contents[key] = _TupleAt(marked, spec)
                     tensors += inside
                 else:
@@ -394,20 +463,13 @@ class StateBefore:
         """Give the modules the noted memory; afterwards, whatever happens, what they hold now."""
         now = [(store, store.read()) for store in self._stores]
         modes = [(m, m.training) for m, mode in zip(self._modules, self._training, strict=True) if m.training != mode]
-        norms: list[tuple[nn.Module, dict[str, Any]]] = []
         try:
             for module, mode in modes:
                 module.training = not mode
             for i, store in enumerate(self._stores):
                 store.write(self._contents(i, tensors))
-            for module in self._modules:
-                if _is_stock_norm(module) and module.training and module.track_running_stats:
-                    norms.append((module, dict(module._buffers)))
-                    _give_scratch_statistics(module)
             yield
         finally:
-            for norm, buffers in norms:
-                norm._buffers.update(buffers)
             for store, contents in now:
                 store.write(contents)
             for module, mode in modes:
@@ -416,12 +478,19 @@ class StateBefore:
 
 @dataclass(frozen=True)
 class _TensorAt:
-    """Stands for a tensor that autograd keeps; one that changes in place is copied, so that it can be used again."""
+    """Stands for a tensor that autograd keeps. One that changes in place is copied, so that it can be used again; of a
+    constant the original is taken, unless it changed since.
+    """
 
     index: int
-    changes: bool
+    changes: bool = False
+    shadow: _ShadowCopy | None = None
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.shadow is not None:
+            source = self.shadow.source()
+            if source is not None and self.shadow.holds(source):
+                return source
         tensor = tensors[self.index]
         return tensor.clone() if self.changes else tensor
 
@@ -435,31 +504,6 @@ class _TupleAt:
 
     def take(self, tensors: Sequence[Tensor]) -> Any:
         return tree_unflatten([x.take(tensors) if isinstance(x, _TensorAt) else x for x in self.leaves], self.spec)
-
-
-@dataclass(frozen=True)
-class _Shadow:
-    """The copy of a constant tensor, which stands for it."""
-
-    tensor: Tensor
-
-
-def _give_scratch_statistics(norm: nn.Module) -> None:
-    for name in ("running_mean", "running_var"):
-        buffer = norm._buffers.get(name)
-        if buffer is not None:
-            norm._buffers[name] = torch.empty_like(buffer)
-    tracked = norm._buffers.get("num_batches_tracked")
-    if tracked is not None:
-        # SyncBatchNorm insists on a counter; the other norms accept none, which saves a kernel.
-        norm._buffers["num_batches_tracked"] = torch.zeros_like(tracked) if isinstance(norm, SyncBatchNorm) else None
-
-
-def note_state(modules: Iterable[nn.Module]) -> StateBefore:
-    """Note what ``modules`` remember, before a region runs."""
-    before = StateBefore()
-    before.note(modules)
-    return before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -500,5 +544,6 @@ def restore_snapshot(snapshot: StateSnapshot) -> None:
     for store in snapshot._stores:
         store.write(store.contents)
     for tensor, version, value in snapshot._copies:
-        if _version(tensor) != version:
+        # Batch norm writes its running statistics without counting a version.
+        if _version(tensor) != version or not torch.equal(tensor.detach(), value):
             tensor.detach().copy_(value)
