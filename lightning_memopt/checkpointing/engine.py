@@ -24,7 +24,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,10 +35,11 @@ from torch.multiprocessing import reductions
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, reading_is_free, require_fit
-from lightning_memopt.checkpointing.hooks import any_hooks, replaying_hooks, watching_hooks
+from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.state import StateBefore
 
 # Untyped in torch.
@@ -126,7 +127,10 @@ def run_region(
 ) -> Any:
     """Run one region eagerly: note, forward, keep. ``modules`` are those whose state it may touch."""
     call = _Call(function, args, kwargs, region, modules)
-    result = torch_checkpoint(call, *call.anchors, use_reentrant=False)
+    # RReLU saves its noise before it draws it: a recomputation that stops at the last saved tensor would miss the draw.
+    whole = any(isinstance(module, nn.RReLU) for module in modules)
+    with set_checkpoint_early_stop(False) if whole else nullcontext():
+        result = torch_checkpoint(call, *call.anchors, use_reentrant=False)
     call.keep()
     return result
 
@@ -213,12 +217,12 @@ class _Call:
         self.arg_count = 0
         self.host_random: _HostRandom | None = None
         self.hooked = any_hooks(modules)
-        self.observers: set[tuple[int, str, int]] = set()
+        self.observers: Observers = {}
         leaves, self.spec = tree_flatten((args, kwargs))
         self.tensors: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
         self.leaves = _store_leaves(self, leaves, args, kwargs)
-        self.before = StateBefore()
+        self.before = StateBefore(reads_statistics=not _is_stock(modules))
         self.before.note(modules)
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} | _parameter_device(modules)
         # Empty tensors tell torch which devices' random states and autocast settings to replay.
@@ -288,6 +292,11 @@ class _Call:
             if self.hooked:
                 stack.enter_context(replaying_hooks(self.modules, self.observers))
             self.function(*args, **kwargs)
+
+
+def _is_stock(modules: list[nn.Module]) -> bool:
+    """Whether a region consists of library layers alone: then nothing in it reads statistics in training."""
+    return all(type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.")) for module in modules)
 
 
 def _parameter_device(modules: list[nn.Module]) -> set[torch.device]:

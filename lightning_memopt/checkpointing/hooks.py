@@ -6,7 +6,8 @@ A hook on a module inside a region would fire twice: in the forward and in the r
 (counts spikes, records activations, adds to a list) must fire once; a hook that takes part in the computation
 (``weight_norm``, ``fully_shard``, one that keeps a feature for a later layer) must fire both times. Which it is shows
 in the forward: an observer returns None, changes neither the tensors it was shown nor anything that the region's
-modules remember, records nothing for autograd and draws no random numbers. It is left out of the recomputation.
+modules remember, and records nothing for autograd. It is left out of the recomputation; if it drew random numbers,
+those are skipped over there.
 
 Whatever a hook saves for backward is kept as it is and never recomputed, so that leaving a hook out cannot disturb the
 order of the recomputed tensors.
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _Key = tuple[int, str, int]
+# For each hook that only looks, call by call: the random states it left behind, None where it drew nothing.
+Observers = dict[_Key, list["list[Any] | None"]]
 
 
 def any_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -32,12 +35,13 @@ def any_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def watching_hooks(
-    modules: list[nn.Module], memory: Callable[[], list[Any]], observers: set[_Key]
+    modules: list[nn.Module], memory: Callable[[], list[Any]], observers: Observers
 ) -> contextlib.AbstractContextManager[None]:
     """Run the forward with hooks watched; ``observers`` receives those that only looked.
 
     ``memory`` returns what the region's modules hold now, as dicts and lists of objects.
     """
+    taking_part: set[_Key] = set()
 
     def wrap(key: _Key, hook: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -46,10 +50,12 @@ def watching_hooks(
             with _outside_checkpoint(saved):
                 result = hook(*args, **kwargs)
             looked = result is None and not saved and before[0] == _versions((args, kwargs))
-            if looked and before[1] == _random_states() and _same(before[2], memory()):
-                observers.add(key)
+            if looked and _same(before[2], memory()) and key not in taking_part:
+                drawn = _random_states()
+                observers.setdefault(key, []).append(None if drawn == before[1] else drawn)
             else:
-                observers.discard(key)
+                taking_part.add(key)
+                observers.pop(key, None)
             return result
 
         return watched
@@ -57,12 +63,12 @@ def watching_hooks(
     return _replaced(modules, wrap)
 
 
-def replaying_hooks(modules: list[nn.Module], observers: set[_Key]) -> contextlib.AbstractContextManager[None]:
+def replaying_hooks(modules: list[nn.Module], observers: Observers) -> contextlib.AbstractContextManager[None]:
     """Run the recomputation without ``observers``."""
 
     def wrap(key: _Key, hook: Any) -> Any:
         if key in observers:
-            return _skip
+            return _skipping(observers[key])
 
         def replayed(*args: Any, **kwargs: Any) -> Any:
             with _outside_checkpoint([]):
@@ -91,8 +97,16 @@ def _replaced(modules: list[nn.Module], wrap: Callable[[_Key, Any], Any]) -> Ite
                 hooks[hook_id] = hook
 
 
-def _skip(*_: Any, **__: Any) -> None:
-    return None
+def _skipping(calls: list[list[Any] | None]) -> Callable[..., None]:
+    """Stands for an observer: does nothing, but leaves the random states behind that the observer left."""
+    left_behind = iter(calls)
+
+    def skip(*_: Any, **__: Any) -> None:
+        states = next(left_behind, None)
+        if states is not None:
+            _set_random_states(states)
+
+    return skip
 
 
 def _outside_checkpoint(saved: list[None]) -> Any:
@@ -114,6 +128,13 @@ def _random_states() -> list[Any]:
     if torch.cuda.is_initialized():
         states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
     return states
+
+
+def _set_random_states(states: list[Any]) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(torch.frombuffer(bytearray(states[1]), dtype=torch.uint8))
+    if len(states) > 2:
+        torch.cuda.set_rng_state_all([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states[2:]])
 
 
 def _same(then: list[Any], now: list[Any]) -> bool:

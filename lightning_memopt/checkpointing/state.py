@@ -23,7 +23,8 @@ What it costs
 Reassigned state (almost every neuron) is noted by reference: no copy. State changed in place must be copied before it
 changes, and we learn which that is: the first training call copies every tensor, later calls copy only those that did
 change in place, for example the statistics of batch norms, all of a region in one call. Other buffers are never copied
-again.
+again. In a region of library layers alone not even statistics are copied: there they are written in training but read
+by nobody, so the recomputation is given scratch buffers to write to.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Attributes every nn.Module has: structure, hooks and flags, not memory.
@@ -332,7 +333,8 @@ class StateBefore:
     modules hold that memory again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_statistics: bool = True) -> None:
+        self._reads_statistics = reads_statistics
         self._stores: list[_Store] = []
         self._slots: list[_Slot] = []
         self._noted: set[int] = set()
@@ -351,12 +353,18 @@ class StateBefore:
             self._noted.add(id(module))
             self._modules.append(module)
             self._training.append(module.training)
-            if _holds_no_memory(module):
+            if _holds_no_memory(module) or self._writes_only(module):
                 continue
             for store in _stores(module):
                 self._stores.append(store)
                 self._note_tensors(store)
         _copy([slot for slot in self._slots[first:] if slot.wants_copy])
+
+    def _writes_only(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a norm whose statistics are written and not read."""
+        if self._reads_statistics or not isinstance(module, _NormBase):
+            return False
+        return not module._forward_pre_hooks and not module._forward_hooks
 
     def has(self, module: nn.Module) -> bool:
         """Whether the memory of ``module`` was noted."""
@@ -462,14 +470,21 @@ class StateBefore:
     def recomputing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Give the modules the noted memory; afterwards, whatever happens, what they hold now."""
         now = [(store, store.read()) for store in self._stores]
+        norms: list[tuple[nn.Module, dict[str, Any]]] = []
         modes = [(m, m.training) for m, mode in zip(self._modules, self._training, strict=True) if m.training != mode]
         try:
             for module, mode in modes:
                 module.training = not mode
             for i, store in enumerate(self._stores):
                 store.write(self._contents(i, tensors))
+            for module in self._modules:
+                if self._writes_only(module) and module.training and module.track_running_stats:
+                    norms.append((module, dict(module._buffers)))
+                    _give_scratch_statistics(module)
             yield
         finally:
+            for norm, buffers in norms:
+                norm._buffers.update(buffers)
             for store, contents in now:
                 store.write(contents)
             for module, mode in modes:
@@ -504,6 +519,17 @@ class _TupleAt:
 
     def take(self, tensors: Sequence[Tensor]) -> Any:
         return tree_unflatten([x.take(tensors) if isinstance(x, _TensorAt) else x for x in self.leaves], self.spec)
+
+
+def _give_scratch_statistics(norm: nn.Module) -> None:
+    for name in ("running_mean", "running_var"):
+        buffer = norm._buffers.get(name)
+        if buffer is not None:
+            norm._buffers[name] = torch.empty_like(buffer)
+    tracked = norm._buffers.get("num_batches_tracked")
+    if tracked is not None:
+        # SyncBatchNorm insists on a counter; the other norms accept none, which saves a kernel.
+        norm._buffers["num_batches_tracked"] = torch.zeros_like(tracked) if isinstance(norm, SyncBatchNorm) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,345 @@
+"""Recomputation happens, costs what it must, and stores what it promises: counted in FLOPs and bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memopt.checkpointing import (
+    BitSpikeCompressor,
+    BooleanSpikeCompressor,
+    SpikeCompressor,
+    Uint8SpikeCompressor,
+    checkpoint,
+    checkpoint_module,
+    unwrap_module,
+)
+from tests.equality import backward_of_outputs
+
+SAMPLES, FEATURES = 64, 256
+LAYER_FLOPS = 2 * SAMPLES * FEATURES * FEATURES
+
+
+def flops(step: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def mlp(layers: int = 3) -> nn.Sequential:
+    """Products with a nonlinearity after each, so that every product's output is needed for backward."""
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(FEATURES, FEATURES), nn.Tanh()]
+    return nn.Sequential(*parts)
+
+
+def spikes(density: float = 0.5) -> Tensor:
+    return (torch.rand(SAMPLES, FEATURES) < density).float().requires_grad_()
+
+
+def saved_storages(forward: Callable[[], Any], *not_counted: nn.Module) -> tuple[Any, dict[int, int]]:
+    """What a forward returns, and the bytes of each distinct storage that autograd keeps for it beside parameters."""
+    skip = {p.untyped_storage().data_ptr() for module in not_counted for p in module.parameters()}
+    seen: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skip:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return result, seen
+
+
+def saved_bytes(forward: Callable[[], Any], *not_counted: nn.Module) -> int:
+    return sum(saved_storages(forward, *not_counted)[1].values())
+
+
+# FLOPs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_backward_costs_two_products_per_layer() -> None:
+    model, x = mlp(), spikes()
+    y = model(x)
+    assert flops(lambda: backward_of_outputs(y)) == 6 * LAYER_FLOPS
+
+
+@pytest.mark.parametrize("compressor", [None, BitSpikeCompressor()])
+def test_backward_of_a_region_costs_its_forward_exactly_once_more(compressor: Any) -> None:
+    model, x = checkpoint_module(mlp(), compressor=compressor), spikes()
+    forward = flops(lambda: model(x))
+    y = model(x)
+    backward = flops(lambda: backward_of_outputs(y))
+    assert forward == 3 * LAYER_FLOPS
+    assert backward == (6 + 3) * LAYER_FLOPS
+
+
+def test_checkpoint_of_a_function_recomputes_it_once() -> None:
+    model, x = mlp(), spikes()
+    y = checkpoint(model, x)
+    assert flops(lambda: backward_of_outputs(y)) == (6 + 3) * LAYER_FLOPS
+
+
+def test_only_the_treated_layers_are_recomputed() -> None:
+    model, x = mlp(), spikes()
+    middle = nn.Sequential(model[0], model[1], checkpoint_module(nn.Sequential(model[2], model[3])), model[4], model[5])
+    y = middle(x)
+    assert flops(lambda: backward_of_outputs(y)) == (6 + 1) * LAYER_FLOPS
+
+
+def test_a_product_alone_is_not_recomputed_because_its_gradients_need_its_input_only() -> None:
+    model, x = mlp(), spikes()
+    checkpoint_module(model[2])
+    y = model(x)
+    assert flops(lambda: backward_of_outputs(y)) == 6 * LAYER_FLOPS
+
+
+def test_regions_inside_a_region_are_recomputed_once_more_each() -> None:
+    model, x = mlp(), spikes()
+    inner = [checkpoint_module(nn.Sequential(model[i], model[i + 1])) for i in (0, 2, 4)]
+    outer = checkpoint_module(nn.Sequential(*inner))
+    y = outer(x)
+    backward = flops(lambda: backward_of_outputs(y))
+    assert backward == (6 + 3 + 3) * LAYER_FLOPS
+
+
+def test_time_chunks_cost_the_flops_of_the_whole() -> None:
+    model: Any = checkpoint_module(mlp(), chunks=4)
+    x = spikes()
+    model(x)  # the proof that chunks are safe is part of the first call only
+    y = None
+
+    def forward() -> None:
+        nonlocal y
+        y = model(x)
+
+    assert flops(forward) == 3 * LAYER_FLOPS
+    assert flops(lambda: backward_of_outputs(y)) == (6 + 3) * LAYER_FLOPS
+
+
+def test_a_second_backward_on_a_retained_graph_recomputes_at_most_once_more() -> None:
+    model, x = checkpoint_module(mlp()), spikes()
+    loss = model(x).sum()
+    first = flops(lambda: loss.backward(retain_graph=True))
+    second = flops(lambda: loss.backward())
+    assert first == 9 * LAYER_FLOPS
+    assert second in (6 * LAYER_FLOPS, 9 * LAYER_FLOPS)
+
+
+def test_nothing_is_recomputed_without_gradients_or_after_unwrapping() -> None:
+    model, x = checkpoint_module(mlp()), spikes()
+    with torch.no_grad():
+        assert flops(lambda: model(x)) == 3 * LAYER_FLOPS
+    y = unwrap_module(model)(x)
+    assert flops(lambda: backward_of_outputs(y)) == 6 * LAYER_FLOPS
+
+
+def test_a_forward_that_is_not_backpropagated_recomputes_nothing() -> None:
+    model, x = checkpoint_module(mlp()), spikes()
+
+    def drop() -> None:
+        y = model(x)
+        del y
+        gc.collect()
+
+    assert flops(drop) == 3 * LAYER_FLOPS
+
+
+def test_a_region_whose_inputs_and_weights_need_no_gradient_is_not_recomputed() -> None:
+    model = checkpoint_module(mlp()).requires_grad_(False)
+    head = nn.Linear(FEATURES, FEATURES)
+    y = head(model(spikes().detach()))
+    assert flops(lambda: backward_of_outputs(y)) == LAYER_FLOPS
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+FACTORS: list[tuple[Any, torch.dtype, int]] = [
+    (BitSpikeCompressor, torch.float32, 32),
+    (BitSpikeCompressor, torch.float64, 64),
+    (BitSpikeCompressor, torch.bfloat16, 16),
+    (BitSpikeCompressor, torch.float16, 16),
+    (BooleanSpikeCompressor, torch.float32, 4),
+    (Uint8SpikeCompressor, torch.float32, 4),
+    (Uint8SpikeCompressor, torch.bfloat16, 2),
+]
+
+
+@pytest.mark.parametrize(("compressor", "dtype", "factor"), FACTORS)
+def test_a_region_stores_its_packed_input_and_nothing_else(
+    compressor: type[SpikeCompressor], dtype: torch.dtype, factor: int
+) -> None:
+    model = checkpoint_module(mlp().to(dtype), compressor=compressor())
+    x = spikes().detach().to(dtype).requires_grad_()
+    assert saved_bytes(lambda: model(x), model) == x.nbytes // factor
+
+
+def test_without_a_compressor_a_region_stores_its_input_and_nothing_else() -> None:
+    model, x = checkpoint_module(mlp()), spikes()
+    assert saved_bytes(lambda: model(x), model) == x.nbytes
+
+
+def test_a_plain_model_stores_every_activation() -> None:
+    model, x = mlp(), spikes()
+    assert saved_bytes(lambda: model(x), model) == 4 * x.nbytes
+
+
+def test_analog_inputs_are_stored_as_they_are() -> None:
+    model = checkpoint_module(mlp(), compressor=BitSpikeCompressor())
+    x = torch.randn(SAMPLES, FEATURES, requires_grad=True)
+    assert saved_bytes(lambda: model(x), model) == x.nbytes
+
+
+def test_checkpoint_of_a_function_packs_its_inputs() -> None:
+    model, x = mlp(), spikes()
+    assert saved_bytes(lambda: checkpoint(model, x, compressor=BitSpikeCompressor()), model) == x.nbytes // 32
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_packing_stays_the_same_over_steps(steps: int) -> None:
+    model, x = checkpoint_module(mlp(), compressor=BitSpikeCompressor()), spikes()
+    for _ in range(steps):
+        y, saved = saved_storages(lambda: model(x), model)
+        backward_of_outputs(y)
+    assert sum(saved.values()) == x.nbytes // 32
+
+
+def test_a_spiking_block_stores_packed_spikes_and_the_state_before_it() -> None:
+    from spikingjelly.activation_based import neuron
+
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), neuron.LIFNode(step_mode="m"))
+    checkpoint_module(model, compressor=BitSpikeCompressor())
+    x = (torch.rand(8, SAMPLES, FEATURES) > 0.5).float().requires_grad_()
+    assert saved_bytes(lambda: model(x), model) == x.nbytes // 32
+    # From the second call on, the carried potential [N, C] is an input of the region as well.
+    model[1].detach()
+    assert saved_bytes(lambda: model(x), model) <= x.nbytes // 32 + x[0].nbytes
+
+
+def test_batch_norm_inside_a_region_adds_no_copy_of_its_statistics() -> None:
+    model = checkpoint_module(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)))
+    x = spikes()
+    for _ in range(3):
+        y, saved = saved_storages(lambda: model(x), model)
+        backward_of_outputs(y)
+    assert sum(saved.values()) == x.nbytes
+
+
+# Lifetimes ------------------------------------------------------------------------------------------------------------
+
+
+class Remembering(BitSpikeCompressor):
+    """Keeps weak references to its payloads."""
+
+    payloads: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    def compress_checked(self, tensor: Tensor) -> Any:
+        compressed = super().compress_checked(tensor)
+        self.payloads.append(weakref.ref(compressed.payload.data))
+        return compressed
+
+
+@pytest.fixture
+def payloads() -> list[weakref.ref[Tensor]]:
+    Remembering.payloads.clear()
+    return Remembering.payloads
+
+
+def alive(references: list[weakref.ref[Tensor]]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def test_the_payload_is_freed_by_backward(payloads: list[weakref.ref[Tensor]]) -> None:
+    model = checkpoint_module(mlp(), compressor=Remembering())
+    y = model(spikes())
+    assert alive(payloads) == 1
+    backward_of_outputs(y)
+    assert alive(payloads) == 0
+
+
+def test_the_payload_is_freed_with_a_graph_that_is_dropped(payloads: list[weakref.ref[Tensor]]) -> None:
+    model = checkpoint_module(mlp(), compressor=Remembering())
+    y = model(spikes())
+    del y
+    assert len(payloads) == 1
+    assert alive(payloads) == 0
+
+
+def test_an_error_in_forward_keeps_nothing_alive(payloads: list[weakref.ref[Tensor]]) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ArithmeticError("on purpose")
+
+    model = checkpoint_module(Fails(), compressor=Remembering())
+    x = spikes()
+    reference = weakref.ref(x)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(x)
+    del x
+    assert alive(payloads) == 0
+    assert reference() is None
+
+
+@pytest.mark.parametrize("compressor", [None, BitSpikeCompressor()])
+def test_a_region_does_not_keep_the_inner_tensors_or_a_packed_input(compressor: Any) -> None:
+    inner: list[weakref.ref[Tensor]] = []
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            inner.append(weakref.ref(h))
+            return h.tanh().tanh()
+
+    model = checkpoint_module(Inside(), compressor=compressor)
+    x = spikes()
+    h = x * 1.0
+    reference = weakref.ref(h)
+    y = model(h)
+    del h
+    gc.collect()
+    assert inner[0]() is None
+    assert (reference() is None) == (compressor is not None)
+    backward_of_outputs(y)
+    assert x.grad is not None
+
+
+def test_many_steps_leave_no_tensor_behind() -> None:
+    from spikingjelly.activation_based import functional, neuron
+
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(block, neuron.LIFNode())
+    checkpoint_module(model, compressor=BitSpikeCompressor())
+
+    def step() -> None:
+        x = (torch.rand(4, 8) > 0.5).float().requires_grad_()
+        backward_of_outputs([model(x) for _ in range(3)])
+        functional.reset_net(model)
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(item, Tensor) for item in gc.get_objects())
+
+    for _ in range(3):
+        step()
+    before = count()
+    for _ in range(20):
+        step()
+    assert count() <= before
