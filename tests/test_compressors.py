@@ -81,7 +81,9 @@ def test_bits_are_least_significant_first_with_a_zero_tail(length: int) -> None:
 @given(
     length=st.integers(1, 300),
     position=st.integers(0, 299),
-    value=st.sampled_from([2.0, 0.5, -1.0, float("nan"), float("inf"), -float("inf"), 1 + 2**-23, 1 - 2**-24, 1e-45, 256.0]),
+    value=st.sampled_from(
+        [2.0, 0.5, -1.0, float("nan"), float("inf"), -float("inf"), 1 + 2**-23, 1 - 2**-24, 1e-45, 256.0]
+    ),
     compressor=st.sampled_from(BINARY),
 )
 def test_one_odd_value_anywhere_is_found_and_named(

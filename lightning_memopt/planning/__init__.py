@@ -1,0 +1,31 @@
+"""Observe a step, decide what each region keeps, apply the decision, take it back."""
+
+from lightning_memopt.planning.apply import applied_plan, apply_plan, remove_plan
+from lightning_memopt.planning.optimize import optimize_memory
+from lightning_memopt.planning.plan import Plan, RegionPlan, Trial
+from lightning_memopt.planning.regions import (
+    FoundRegions,
+    Region,
+    find_targets,
+    is_multistep_neuron,
+    is_neuron,
+    split_into_children,
+)
+from lightning_memopt.planning.unchanged import unchanged
+
+__all__ = [
+    "FoundRegions",
+    "Plan",
+    "Region",
+    "RegionPlan",
+    "Trial",
+    "applied_plan",
+    "apply_plan",
+    "find_targets",
+    "is_multistep_neuron",
+    "is_neuron",
+    "optimize_memory",
+    "remove_plan",
+    "split_into_children",
+    "unchanged",
+]

@@ -1,0 +1,466 @@
+"""
+One call
+========
+
+:func:`optimize_memory` is the whole way of a plan in five steps: observe the model, find the candidates, plan, apply
+the plan, verify it. Each step is a function of the room that owns it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_memopt.planning.agree import Ranks
+from lightning_memopt.planning.apply import (
+    all_or_nothing,
+    applied_request,
+    apply_checked,
+    as_plan,
+    in_force,
+    remove_plan,
+)
+from lightning_memopt.planning.candidates import (
+    BUDGET_SHARES,
+    Candidate,
+    choose_largest_inputs,
+    combine,
+    find_candidates,
+)
+from lightning_memopt.planning.observe import RegionObservation, observe
+from lightning_memopt.planning.plan import Budget, Plan, RegionPlan
+from lightning_memopt.planning.regions import (
+    FoundRegions,
+    Region,
+    TargetClasses,
+    as_region,
+    find_targets,
+    names_of_modules,
+    target_classes,
+)
+from lightning_memopt.planning.search import Found, Progress, Search
+from lightning_memopt.planning.unchanged import ModelState, unchanged
+
+M = TypeVar("M", bound=nn.Module)
+Level = Literal[0, 1, 2, 3, 4]
+ExampleForward = Callable[[nn.Module], object]
+SplitFn = Callable[[nn.Module], Sequence[nn.Module]]
+CanChunk = Callable[[nn.Module], bool]
+
+
+def optimize_memory(
+    model: M,
+    targets: TargetClasses | None = None,
+    example_forward: ExampleForward | None = None,
+    *,
+    level: Level = 1,
+    checkpoint_budget: Budget = "memory",
+    compress: bool = True,
+    split_fn: SplitFn | None = None,
+    can_chunk: CanChunk | None = None,
+    process_group: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> M:
+    """Checkpoint the regions of ``model`` that hold the most memory, in place, and return the same object.
+
+    Call it before the model is wrapped by DDP or FSDP. What was decided and why is in :func:`applied_plan`. Whatever
+    goes wrong on the way, Ctrl-C included, leaves the model as it was; and also on success nothing but the treatment
+    of the regions is changed: no buffer, neuron state, gradient, metric, flag or random number generator. A second
+    call with the same arguments does nothing; with others it starts anew.
+
+    Args:
+        model: the model to train.
+        targets: class or classes of the modules to be regions, the outermost of them. None: the model's repeated
+            blocks, see :func:`find_targets`.
+        example_forward: runs one training forward of the model that it is given, on data like the real ones in shape,
+            dtype and device, and returns a loss or an output. Needed from level 1 on, unless ``plan`` is given.
+        level: how far to search. 0: change nothing. 1: checkpoint the regions with the largest inputs; one forward
+            without a graph. 2: also split the region that holds the peak. 3: also cut it along time. 4: also remove
+            checkpoints that the peak does not need, most expensive first. Levels 2 to 4 measure real steps.
+        checkpoint_budget: share of the candidates that level 1 takes: ``speed`` 50 %, ``balanced`` 75 %, ``memory``
+            100 %.
+        compress: store inputs that were seen to be binary as 1 bit a value.
+        split_fn: returns at least two parts of a region, non-overlapping modules inside it, or an empty tuple.
+        can_chunk: whether a region may be run piece by piece along its first dimension.
+        process_group: ranks that must build the same plan, all of which call this function. None: all ranks where
+            ``torch.distributed`` is initialised.
+        plan: a plan, or the path of a plan file, to apply as it is. Nothing is run, all arguments above but ``model``
+            and ``process_group`` are ignored, and parameters may be on the meta device.
+        progress: called as ``progress(phase, done, total)``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a wrong value, the model holds no such modules, is already wrapped by DDP or FSDP,
+            has parameters that are lazy or on the meta device, or ``example_forward`` returned nothing with a gradient.
+        RuntimeError: another rank failed or holds other arguments.
+
+    Example:
+        >>> import torch
+        >>> from lightning_memopt.planning import applied_plan
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)))
+        >>> data = torch.rand(5, 3, 8)
+        >>> model = optimize_memory(model, example_forward=lambda model: model(data), checkpoint_budget="speed")
+        >>> [(region.path, region.treatment) for region in applied_plan(model).regions]
+        [('0', 'recompute'), ('1', 'recompute'), ('2', 'keep'), ('3', 'keep')]
+    """
+    if level == 0 and plan is None and type(level) is int:
+        return model
+    request = _Request(
+        targets, example_forward, level, checkpoint_budget, compress, split_fn, can_chunk, plan, progress
+    )
+    ranks = Ranks(process_group, _device_of(model))
+    done = ranks.together("checking the arguments", lambda: _check(model, request))
+    ranks.same("comparing the arguments", request.described())
+    if all(done):
+        return model
+    started = time.perf_counter()
+    with all_or_nothing(model), ranks.telling():
+        remove_plan(model)
+        if request.plan is not None:
+            plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
+        else:
+            with unchanged(model) as state:
+                seen = _observe(model, request, state, ranks)
+                candidates = find_candidates(model, seen.regions, seen.observations, compress=compress)
+                plan = _plan(model, request, seen, candidates, state, ranks, started)
+        ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
+        _verify(model, plan, ranks)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass(frozen=True)
+class _Request:
+    targets: TargetClasses | None
+    example_forward: ExampleForward | None
+    level: int
+    checkpoint_budget: Budget
+    compress: bool
+    split_fn: SplitFn | None
+    can_chunk: CanChunk | None
+    plan: Plan | str | os.PathLike[str] | None
+    progress: Progress | None
+
+    def key(self) -> tuple[Any, ...]:
+        """What decides the outcome: a second call with an equal key has nothing to do."""
+        if self.plan is not None:
+            return ("plan", as_plan(self.plan).digest())
+        targets = None if self.targets is None else target_classes(self.targets)
+        return ("search", targets, self.level, self.checkpoint_budget, self.compress, self.split_fn, self.can_chunk)
+
+    def described(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks, as plain data."""
+        if self.plan is not None:
+            return self.key()
+        targets = None if self.targets is None else [cls.__qualname__ for cls in target_classes(self.targets)]
+        given = [name for name in ("split_fn", "can_chunk") if getattr(self, name) is not None]
+        return ("search", targets, self.level, self.checkpoint_budget, self.compress, given)
+
+    def report(self, phase: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(phase, done, total)
+
+
+def _check(model: nn.Module, request: _Request) -> bool:
+    """Refuse what cannot work, before anything changes; says whether the request is already fulfilled."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize_memory expects a torch.nn.Module, got {type(model).__name__}.")
+    wrapper = _wrapper_of(model)
+    if wrapper:
+        raise ValueError(
+            f"The model is already wrapped by {wrapper}; call optimize_memory on the model inside, before."
+        )
+    if request.plan is None:
+        _check_search(model, request)
+    return applied_request(model) == request.key()
+
+
+def _check_search(model: nn.Module, request: _Request) -> None:
+    if type(request.level) is not int or request.level not in range(5):
+        raise ValueError(f"level must be 0, 1, 2, 3 or 4, found {request.level!r}.")
+    if request.checkpoint_budget not in BUDGET_SHARES:
+        options = ", ".join(map(repr, BUDGET_SHARES))
+        raise ValueError(f"checkpoint_budget must be one of {options}, found {request.checkpoint_budget!r}.")
+    if not isinstance(request.compress, bool):
+        raise TypeError(f"compress must be True or False, found {request.compress!r}.")
+    for name in ("example_forward", "split_fn", "can_chunk", "progress"):
+        value = getattr(request, name)
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be callable or None, found {value!r}.")
+    if request.example_forward is None:
+        raise ValueError(
+            f"level {request.level} observes one forward pass and needs example_forward, a function of the model such "
+            "as lambda model: model(batch). Without one, pass a saved plan, or level=0 to change nothing."
+        )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name} is lazy (not initialized yet); run one forward pass of the model first."
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parameter {name} is on the meta device, where no forward can be observed; pass plan=..., a plan that "
+                "was made for this model on a real device."
+            )
+
+
+def _wrapper_of(model: nn.Module) -> str:
+    """Name of the parallel wrapper around ``model``, empty if there is none. Imports no wrapper to find out."""
+    names = {cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch.")}
+    known = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+    return next((name for name in known if name in names), "")
+
+
+def _device_of(model: object) -> torch.device:
+    if isinstance(model, nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device
+    return torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The regions, their parts, and what all ranks together saw of both."""
+
+    found: FoundRegions
+    regions: tuple[Region, ...]
+    """Regions and parts, in model order."""
+    parts: dict[str, tuple[str, ...]]
+    """What each region that splits is split into, by path."""
+    chunkable: frozenset[str]
+    observations: tuple[RegionObservation, ...] = ()
+    passes: int = 0
+
+
+def _observe(model: nn.Module, request: _Request, state: ModelState, ranks: Ranks) -> _Seen:
+    """Find the regions and run one forward pass to see what they are given."""
+    example_forward = request.example_forward
+    assert example_forward is not None
+    seen = ranks.attempt("finding the regions", lambda: _find(model, request))
+    ranks.same("finding the regions", [region.path for region in seen.regions])
+
+    def work() -> tuple[tuple[RegionObservation, ...], int]:
+        request.report("observing", 0, 1)
+        result = observe(model, seen.regions, example_forward, state)
+        state.rewind()
+        request.report("observing", 1, 1)
+        return result
+
+    reports = ranks.together("observing the model", work)
+    observations = combine([observations for observations, _ in reports])
+    return replace(seen, observations=observations, passes=max(passes for _, passes in reports))
+
+
+def _find(model: nn.Module, request: _Request) -> _Seen:
+    found = find_targets(model, request.targets)
+    regions, parts = _with_parts(model, found.regions, request)
+    return _Seen(found, regions, parts, _chunkable(regions, request))
+
+
+def _with_parts(
+    model: nn.Module, targets: Sequence[Region], request: _Request
+) -> tuple[tuple[Region, ...], dict[str, tuple[str, ...]]]:
+    """Targets and, from level 2 on, all that ``split_fn`` makes of them, in model order; and the parts by path."""
+    names = names_of_modules(model)
+    regions = {region.path: region for region in targets}
+    parts: dict[str, tuple[str, ...]] = {}
+    pending = list(targets) if request.split_fn is not None and request.level >= 2 else []
+    while pending:
+        region = pending.pop(0)
+        inner = _split(region, request.split_fn)
+        if not inner:
+            continue
+        made = [as_region(module, names) for module in inner]
+        parts[region.path] = tuple(part.path for part in made)
+        for part in made:
+            if part.path not in regions:
+                regions[part.path] = part
+                pending.append(part)
+    order = {path: position for position, (path, *_) in enumerate(names.values())}
+    return tuple(sorted(regions.values(), key=lambda region: order[region.path])), parts
+
+
+def _split(region: Region, split_fn: SplitFn | None) -> tuple[nn.Module, ...]:
+    assert split_fn is not None
+    parts = split_fn(region.module)
+    what = f"split_fn({region.path}: {type(region.module).__name__})"
+    if not isinstance(parts, (tuple, list)) or not all(isinstance(part, nn.Module) for part in parts):
+        raise TypeError(f"{what} must return a sequence of modules inside the region, found {parts!r}.")
+    if not parts:
+        return ()
+    if len(parts) < 2:
+        raise ValueError(f"{what} returned one module; return at least two, or an empty tuple if it does not split.")
+    inside = {id(module) for module in region.module.modules()} - {id(region.module)}
+    for index, part in enumerate(parts):
+        if id(part) not in inside:
+            raise ValueError(
+                f"{what} returned a {type(part).__name__} that is not a registered module inside the region."
+            )
+        # Parts may share a child (neurons of one kind share one surrogate), but none may hold another.
+        own = {id(module) for module in part.modules()}
+        if any(id(other) in own for position, other in enumerate(parts) if position != index):
+            raise ValueError(f"{what} returned modules that overlap, among them a {type(part).__name__}.")
+    return tuple(parts)
+
+
+def _chunkable(regions: Sequence[Region], request: _Request) -> frozenset[str]:
+    if request.can_chunk is None or request.level < 3:
+        return frozenset()
+    answers = {region.path: request.can_chunk(region.module) for region in regions}
+    for path, answer in answers.items():
+        if not isinstance(answer, bool):
+            raise TypeError(f"can_chunk must return True or False, it returned {answer!r} for {path}.")
+    return frozenset(path for path, answer in answers.items() if answer)
+
+
+def _plan(
+    model: nn.Module,
+    request: _Request,
+    seen: _Seen,
+    candidates: dict[str, Candidate],
+    state: ModelState,
+    ranks: Ranks,
+    started: float,
+) -> Plan:
+    """Choose by input size, then search as far as the level says."""
+    targets = [candidates[region.path] for region in seen.found.regions]
+    first = choose_largest_inputs(targets, request.checkpoint_budget)
+    if not first and ranks.rank == 0:
+        warnings.warn(_nothing_to_checkpoint(targets), stacklevel=3)
+    device = _device_of(model)
+    found: Found | None = None
+    if request.level >= 2:
+        assert request.example_forward is not None
+        search = Search(
+            model,
+            request.example_forward,
+            candidates=candidates,
+            parts=_possible_parts(seen.parts, candidates),
+            chunkable=seen.chunkable,
+            state=state,
+            ranks=ranks,
+            device=device,
+            progress=request.report,
+        )
+        found = search.run(first, request.level)
+        if found.final.peak_bytes is None and ranks.rank == 0:
+            warnings.warn(_does_not_fit(request.level), stacklevel=3)
+    return Plan(
+        regions=_region_plans(candidates, first, found, seen, request),
+        level=request.level,
+        checkpoint_budget=request.checkpoint_budget,
+        compress=request.compress,
+        target_reason=seen.found.reason,
+        device=device.type,
+        peak_bytes_before=None if found is None else found.plain.peak_bytes,
+        peak_bytes_after=None if found is None else found.final.peak_bytes,
+        trials=() if found is None else found.trials,
+        search_passes=0 if found is None else found.passes,
+        probe_passes=seen.passes + (0 if found is None else found.forwards),
+        search_seconds=time.perf_counter() - started,
+        world_size=ranks.size,
+        versions=_versions(),
+    )
+
+
+def _region_plans(
+    candidates: dict[str, Candidate],
+    first: Sequence[Candidate],
+    found: Found | None,
+    seen: _Seen,
+    request: _Request,
+) -> tuple[RegionPlan, ...]:
+    """The targets, and the parts of those that were split."""
+    chosen = {candidate.region.path for candidate in first}
+    split: frozenset[str] = frozenset() if found is None else found.split
+    parts = {part for path in split for part in seen.parts[path]}
+    listed = {region.path for region in seen.found.regions} | parts
+    layout = {c.region.path: c.config for c in first if c.config is not None} if found is None else found.layout
+    plans = []
+    for path, candidate in candidates.items():
+        if path not in listed:
+            continue
+        config = layout.get(path)
+        if config is not None or candidate.config is None:
+            reason = candidate.reason
+        elif path in split:
+            reason = f"split into {len(seen.parts[path])} parts"
+        elif path in chosen or path in parts:
+            reason = "its checkpoint was removed: the peak does not need it"
+        else:
+            reason = f"beyond the budget: {request.checkpoint_budget} takes {len(first)} of the candidates"
+        plans.append(
+            RegionPlan(
+                path=path,
+                class_name=type(candidate.region.module).__qualname__,
+                treatment="keep" if config is None else "recompute",
+                reason=reason,
+                compressor=None if config is None or config.compressor is None else "bit",
+                compressed_args=() if config is None else config.compressed_args or (),
+                chunks=1 if config is None else config.chunks,
+                chunked_args=(0,) if config is None else config.chunked_args,
+                time_dim=0 if config is None else config.time_dim,
+                chunks_checked=config is not None and config.chunks > 1 and not config.check_chunks,
+                aliases=candidate.region.aliases,
+                calls=candidate.seen.calls,
+                input_bytes=candidate.seen.input_bytes,
+                stored_bytes=candidate.stored_bytes,
+                saved_bytes=None if found is None else found.plain.worst.kept.get(path),
+                forward_ms=None if found is None else found.forward_ms.get(path),
+                forward_flops=candidate.seen.flops,
+                forward_bytes=candidate.seen.moved_bytes,
+            )
+        )
+    return tuple(plans)
+
+
+def _possible_parts(parts: dict[str, tuple[str, ...]], candidates: dict[str, Candidate]) -> dict[str, tuple[str, ...]]:
+    """Parts that can be checkpointed; a region with none of them cannot be split."""
+    possible = {path: tuple(p for p in inner if candidates[p].config is not None) for path, inner in parts.items()}
+    return {path: inner for path, inner in possible.items() if inner}
+
+
+def _verify(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """Check that the plan is in force here and that every rank has the same one."""
+    if not in_force(model, plan):
+        raise RuntimeError("The plan was applied but is not in force: a module lost its treatment. This is a bug.")
+    ranks.same("comparing the plans that were applied", plan.digest())
+
+
+def _nothing_to_checkpoint(targets: Sequence[Candidate]) -> str:
+    reasons = "; ".join(f"{candidate.region.path} {candidate.reason}" for candidate in targets[:4])
+    return f"None of the {len(targets)} regions can be checkpointed, the model stays as it is: {reasons}."
+
+
+def _does_not_fit(level: int) -> str:
+    more = "" if level >= 3 else f", or search further than level {level} with split_fn and can_chunk"
+    return (
+        "One training step does not fit into memory, with the plan that was found either. The plan is applied as the "
+        f"best one; use a smaller batch{more}."
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": str(torch.__version__), "python": ".".join(map(str, sys.version_info[:3]))}
+    try:
+        versions["lightning_memopt"] = version("lightning-memopt")
+    except PackageNotFoundError:
+        versions["lightning_memopt"] = "unknown"
+    return versions

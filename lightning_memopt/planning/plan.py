@@ -1,0 +1,334 @@
+"""
+A plan is data
+==============
+
+:class:`Plan` says, for every region of a model, whether its activations are kept or recomputed and how its inputs are
+stored meanwhile; beside that it carries what was tried, measured and decided on the way. It is written as JSON next to
+a run's logs, read back on another machine, compared between ranks by its digest, and shown as a table.
+
+Only paths, treatments and compressors change a model, so only these enter :meth:`Plan.digest`: two plans with the same
+digest give the same optimized model, whatever was measured on the way to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rich.table import Table
+from rich.text import Text
+
+FORMAT = 1
+"""Version of the JSON layout. A reader refuses a layout it does not know."""
+
+Treatment = Literal["keep", "recompute"]
+CompressorName = Literal["bit"]
+Budget = Literal["speed", "balanced", "memory"]
+Outcome = Literal["measured", "kept", "undone", "out of memory", "not tried"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What happens to one region of the model, a module with all that it holds."""
+
+    path: str
+    """Name of the module in the model, as ``named_modules`` gives it."""
+    class_name: str
+    """Class of the module before it was treated."""
+    treatment: Treatment
+    """``keep``: autograd stores what it needs. ``recompute``: only the inputs are stored."""
+    reason: str
+    """Why, in words."""
+    compressor: CompressorName | None = None
+    """How binary inputs are stored: ``bit`` is one bit a value."""
+    compressed_args: tuple[int | str, ...] = ()
+    """Positions or keyword names of the arguments that the compressor gets."""
+    chunks: int = 1
+    """Number of pieces along time in which the region is run."""
+    chunked_args: tuple[int | str, ...] = (0,)
+    """Positions or keyword names of the arguments that are cut along time."""
+    time_dim: int = 0
+    """The dimension of time of these arguments."""
+    chunks_checked: bool = False
+    """The search has compared the time chunks with the whole sequence; else the first step will."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the same module."""
+    calls: int = 0
+    """How often the region ran in one forward pass of the model."""
+    input_bytes: int = 0
+    """Bytes of the tensors given to the region in one forward pass."""
+    stored_bytes: int = 0
+    """Bytes that these tensors take from forward to backward under this plan."""
+    saved_bytes: int | None = None
+    """Bytes that the untreated region keeps alive from forward to backward (measured, level 2 and up)."""
+    forward_ms: float | None = None
+    """Forward time in ms (CUDA, level 2 and up)."""
+    forward_flops: int = 0
+    """Floating point operations of one forward pass of the region."""
+    forward_bytes: int = 0
+    """Bytes read and written by the operations of one forward pass of the region."""
+
+    def changes(self) -> dict[str, Any]:
+        """The part that changes the model."""
+        return {
+            "path": self.path,
+            "treatment": self.treatment,
+            "compressor": self.compressor,
+            "compressed_args": list(self.compressed_args),
+            "chunks": self.chunks,
+            "chunked_args": list(self.chunked_args),
+            "time_dim": self.time_dim,
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One change of the plan that the search measured, or ruled out without measuring it."""
+
+    level: int
+    """Level of the search: 0 the plain model, 1 the first plan, 2 splits, 3 time chunks, 4 removals."""
+    action: str
+    """What was changed, in words."""
+    paths: tuple[str, ...]
+    """The regions that were changed."""
+    outcome: Outcome
+    """``measured`` for the two starting points; ``kept`` or ``undone`` for changes; ``not tried`` when ruled out."""
+    peak_bytes: int | None = None
+    """Most bytes alive during the step (MAX over ranks); None when it ran out of memory or was not tried."""
+    seconds: float = 0.0
+    """Wall time of the trial."""
+    reason: str = ""
+    """Why it was ruled out."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Treatment of every region, with all that was seen, tried and measured to find it.
+
+    Example:
+        >>> from lightning_memopt.planning import Plan, RegionPlan
+        >>> plan = Plan(regions=(RegionPlan("0", "Linear", "recompute", "largest input", compressor="bit"),), level=1)
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    regions: tuple[RegionPlan, ...]
+    level: int = 1
+    checkpoint_budget: Budget = "memory"
+    compress: bool = True
+    target_reason: str = ""
+    """How the regions were found, in words."""
+    device: str = "cpu"
+    """Device that the step was observed on."""
+    peak_bytes_before: int | None = None
+    """Peak of one step of the plain model; None where it was not measured (level 1) or did not fit."""
+    peak_bytes_after: int | None = None
+    """Peak of one step of the optimized model; None where it was not measured (level 1) or did not fit."""
+    trials: tuple[Trial, ...] = ()
+    """Everything the search measured or ruled out, in order."""
+    search_passes: int = 0
+    """Forward+backward passes that the search ran."""
+    probe_passes: int = 0
+    """Forward passes alone: the one that observed the regions, and those that proved time chunks."""
+    search_seconds: float = 0.0
+    world_size: int = 1
+    """Number of ranks that agreed on this plan."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the libraries that made the plan."""
+
+    @property
+    def recomputed(self) -> tuple[RegionPlan, ...]:
+        """The regions that the plan changes."""
+        return tuple(region for region in self.regions if region.treatment == "recompute")
+
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of what changes the model: paths, treatments, compressors, chunks."""
+        changes = sorted((region.changes() for region in self.recomputed), key=lambda change: str(change["path"]))
+        return hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with its digest."""
+        content = asdict(self)
+        content["versions"] = dict(self.versions)
+        return json.dumps({"format": FORMAT, "digest": self.digest(), **content}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, another layout, a missing, unknown or wrong entry, or a digest that does not match.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"This is not a plan: it is no valid JSON ({error}).") from error
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("This is not a plan: a plan is a JSON object with an entry 'format'.")
+        found = content.pop("format")
+        if found != FORMAT:
+            raise ValueError(
+                f"The plan has format {found!r} and this version of lightning_memopt reads format {FORMAT}. "
+                "Make the plan again with the installed version."
+            )
+        expected = content.pop("digest", None)
+        content["regions"] = tuple(_read(RegionPlan, entry) for entry in _list(content, "regions"))
+        content["trials"] = tuple(_read(Trial, entry) for entry in _list(content, "trials", default=()))
+        plan = _read(cls, content)
+        if expected is not None and expected != plan.digest():
+            raise ValueError(
+                f"The plan's digest is {expected} but its regions give {plan.digest()}: it was edited or damaged. "
+                "Remove the entry 'digest' if you changed it on purpose."
+            )
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan to ``path`` as JSON; a reader never sees half a file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(self.to_json(), encoding="utf-8")
+        unfinished.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read the plan in the file ``path``.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file holds no valid plan.
+        """
+        path = Path(path)
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def table(self) -> Table:
+        """The plan as a rich table, one region a row, with totals at the foot. Sizes in MiB."""
+        measured = any(region.saved_bytes is not None for region in self.regions)
+        table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
+        inputs = sum(region.input_bytes for region in self.recomputed)
+        stored = sum(region.stored_bytes for region in self.recomputed)
+        table.add_column("region", footer=f"{len(self.recomputed)} of {len(self.regions)} recomputed", overflow="fold")
+        table.add_column("class", overflow="fold")
+        table.add_column("treatment")
+        if measured:
+            saved = sum(region.saved_bytes or 0 for region in self.recomputed)
+            table.add_column("kept plain", justify="right", footer=_mib(saved))
+        table.add_column("inputs", justify="right", footer=_mib(inputs))
+        table.add_column("stored", justify="right", footer=_mib(stored))
+        table.add_column("why", overflow="fold")
+        for region in self.regions:
+            names = region.path + "".join(f"\n= {alias}" for alias in region.aliases)
+            recomputed = region.treatment == "recompute"
+            row = [Text(names), Text(region.class_name), Text(describe_treatment(region))]
+            if measured:
+                row.append(Text("" if region.saved_bytes is None else _mib(region.saved_bytes)))
+            row += [Text(_mib(region.input_bytes)), Text(_mib(region.stored_bytes) if recomputed else "")]
+            table.add_row(*row, Text(region.reason), style=None if recomputed else "dim")
+        return table
+
+    def _title(self) -> str:
+        title = f"Memory plan, level {self.level}"
+        if self.peak_bytes_before is not None and self.peak_bytes_after is not None:
+            change = self.peak_bytes_after / self.peak_bytes_before - 1
+            return f"{title}: peak {_mib(self.peak_bytes_before)} -> {_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
+        if self.peak_bytes_after is not None:
+            return f"{title}: peak {_mib(self.peak_bytes_after)} MiB (the plain model does not fit)"
+        return title
+
+    def _caption(self) -> str:
+        parts = ["sizes in MiB"]
+        if self.target_reason:
+            parts.append(self.target_reason)
+        if self.search_passes:
+            parts.append(f"{self.search_passes} forward+backward passes in {self.search_seconds:.1f} s")
+        return "; ".join(parts)
+
+
+def describe_treatment(region: RegionPlan) -> str:
+    """``recompute, 1-bit inputs, 4 time chunks``."""
+    parts: list[str] = [region.treatment]
+    if region.compressor is not None:
+        parts.append("1-bit inputs")
+    if region.chunks > 1:
+        parts.append(f"{region.chunks} time chunks")
+    return ", ".join(parts)
+
+
+def _mib(size: int) -> str:
+    """Bytes as MiB: one decimal, three where that would read 0.0."""
+    return f"{size / MIB:.1f}" if size == 0 or size >= 0.05 * MIB else f"{size / MIB:.3f}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading: JSON knows lists, strings and numbers; a plan is checked before anybody trusts it
+
+T = TypeVar("T", RegionPlan, Trial, Plan)
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "treatment": ("keep", "recompute"),
+    "compressor": (None, "bit"),
+    "checkpoint_budget": ("speed", "balanced", "memory"),
+    "outcome": ("measured", "kept", "undone", "out of memory", "not tried"),
+    "level": (0, 1, 2, 3, 4),
+}
+_TUPLES: dict[str, tuple[type, ...]] = {
+    "compressed_args": (int, str),
+    "chunked_args": (int, str),
+    "aliases": (str,),
+    "paths": (str,),
+}
+
+
+def _list(content: dict[str, Any], name: str, default: Any = None) -> list[dict[str, Any]]:
+    value = content.get(name, default)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError(f"The plan's entry {name!r} must be a list of objects, found {type(value).__name__}.")
+    return list(value)
+
+
+def _read(kind: type[T], content: dict[str, Any]) -> T:
+    declared = {entry.name: entry for entry in fields(kind)}
+    unknown = sorted(content.keys() - declared.keys())
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no entry {', '.join(map(repr, unknown))}.")
+    values = {name: _value(kind, name, value, str(declared[name].type)) for name, value in content.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__} is incomplete: {error}.") from error
+
+
+def _value(kind: type[Any], name: str, value: Any, annotation: str) -> Any:
+    if name in _TUPLES:
+        ok = isinstance(value, list) and all(type(item) in _TUPLES[name] for item in value)
+        value = tuple(value) if ok else value
+    elif name in _CHOICES:
+        ok = any(type(value) is type(choice) and value == choice for choice in _CHOICES[name])
+    elif name in ("regions", "trials"):
+        ok = True
+    elif name == "versions":
+        ok = isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    else:
+        kinds = {
+            kind_name: python
+            for kind_name, python in (("str", str), ("int", int), ("bool", bool), ("float", (int, float)))
+            if kind_name in annotation
+        }
+        ok = any(isinstance(value, python) and (python is bool or type(value) is not bool) for python in kinds.values())
+        ok = ok or (value is None and "None" in annotation)
+        if ok and name == "chunks":
+            ok = value >= 1
+    if not ok:
+        raise ValueError(f"{kind.__name__}.{name} cannot be {value!r}.")
+    return value

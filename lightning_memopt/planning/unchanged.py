@@ -1,0 +1,171 @@
+"""
+Steps that leave no trace
+=========================
+
+A search runs real steps on the user's model before training has begun. Afterwards the model must be as if nothing had
+happened: buffers, neuron states, metrics, gradients, flags and all random number generators. :func:`unchanged` gives
+that guarantee on every way out, also on exceptions and Ctrl-C, and lets the search return to the start between steps.
+
+Gradients are set aside, not copied: the search works with empty ``.grad``, and the tensors that were there come back as
+the same objects. Weights are not copied either, since a forward has no business writing to them; the few that one does
+write to (a moving average kept as a parameter) are noted before the first write, see :meth:`ModelState.protect`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
+
+
+class ModelState:
+    """All that a step may change in ``model`` and around it, noted when this object is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._snapshot = take_snapshot(model, copy=True)
+        self._modes = [(module, module.training) for module in model.modules()]
+        tensors = [*model.parameters(), *model.buffers()]
+        self._leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        self._requires_grad = [(tensor, tensor.requires_grad) for tensor in self._leaves]
+        self._gradients = [(tensor, tensor.grad) for tensor in self._leaves]
+        # Leaves outside of the model, inputs that require a gradient: weakly, for a step may make one and drop it.
+        self._outside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        self._hooks = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in model.parameters()]
+        self._protected: dict[int, tuple[Tensor, Tensor]] = {}
+        self._random = [*_random_states(tensor.device for tensor in tensors)]
+
+    def begin(self) -> None:
+        """Get ready for the first step: gradients set aside, training mode.
+
+        Hooks that act on finished gradients (an optimizer step inside the backward) are set aside as well.
+        """
+        for leaf in self._leaves:
+            leaf.grad = None
+        for parameter, _ in self._hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._train()
+
+    def set_aside(self, leaves: Iterable[Tensor]) -> None:
+        """Set the gradients of further leaves aside, inputs that require gradients for example."""
+        known = {id(leaf) for leaf in self._leaves}
+        for leaf in leaves:
+            noted = self._outside.get(id(leaf))
+            if id(leaf) not in known and (noted is None or noted[0]() is not leaf):
+                self._outside[id(leaf)] = (weakref.ref(leaf), leaf.grad)
+                leaf.grad = None
+
+    def set_aside_bytes(self, device: torch.device) -> int:
+        """Bytes on ``device`` of the gradients that were set aside: they are alive, but no part of a step."""
+        gradients = [gradient for _, gradient in (*self._gradients, *self._outside.values()) if gradient is not None]
+        return sum(gradient.nbytes for gradient in gradients if gradient.device == device)
+
+    def protect(self, parameter: Tensor) -> None:
+        """Note the value of a parameter that the forward is about to write to."""
+        if id(parameter) not in self._protected:
+            self._protected[id(parameter)] = (parameter, parameter.detach().clone())
+
+    def rewind(self) -> None:
+        """Return to the start of the next step: state and random numbers as noted, gradients still set aside."""
+        self._put_back()
+        self._train()
+
+    def restore(self) -> None:
+        """Put everything back as it was noted, gradients and hooks included."""
+        try:
+            for parameter, hooks in self._hooks:
+                parameter._post_accumulate_grad_hooks = hooks
+            self._put_back()
+        finally:
+            for leaf, gradient in self._gradients:
+                leaf.grad = gradient
+            for reference, gradient in self._outside.values():
+                outside = reference()
+                if outside is not None:
+                    outside.grad = gradient
+
+    def _put_back(self) -> None:
+        for leaf in (*self._leaves, *self._outside_leaves()):
+            leaf.grad = None
+        for _, write in self._random:
+            write()
+        for module, mode in self._modes:
+            module.training = mode
+        for tensor, flag in self._requires_grad:
+            if tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
+        with torch.no_grad():
+            for parameter, value in self._protected.values():
+                parameter.detach().copy_(value)
+        restore_snapshot(self._snapshot)
+
+    def _train(self) -> None:
+        # Only where the model as a whole is not training: layers that are frozen one by one stay so.
+        if not self._model.training:
+            self._model.train()
+
+    def _outside_leaves(self) -> Iterator[Tensor]:
+        for reference, _ in self._outside.values():
+            leaf = reference()
+            if leaf is not None:
+                yield leaf
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[ModelState]:
+    """Whatever the enclosed code runs, ``model`` and all random number generators are as before afterwards.
+
+    Covers buffers, neuron states, plain attributes and metrics of every submodule, gradients (the same tensor objects),
+    training flags, ``requires_grad``, and the generators of Python, NumPy (if loaded) and torch on the CPU and on the
+    model's devices. The treatment of regions is not covered: that is the search's own business.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout())
+        >>> before = torch.get_rng_state()
+        >>> with unchanged(model):
+        ...     _ = model(torch.rand(4, 2))
+        >>> bool((model[0].running_mean == 0).all()), torch.equal(before, torch.get_rng_state())
+        (True, True)
+    """
+    state = ModelState(model)
+    try:
+        state.begin()
+        yield state
+    finally:
+        state.restore()
+
+
+def _random_states(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The generators by name, each with a function that returns it to where it is now."""
+    python = random.getstate()
+    yield "python", lambda: random.setstate(python)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        legacy = numpy.random.get_state()
+        yield "numpy", lambda: numpy.random.set_state(legacy)
+    cpu = torch.get_rng_state()
+    yield "cpu", lambda: torch.set_rng_state(cpu)
+    used = set(devices)
+    if torch.cuda.is_initialized():
+        used |= {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
+    for device in sorted(used, key=str):
+        module: Any = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        if module is None or not hasattr(module, "get_rng_state"):
+            continue
+        # MPS has one device, whose functions take no index.
+        arguments = () if device.type == "mps" else (device,)
+        state = module.get_rng_state(*arguments)
+        yield str(device), _setter(module.set_rng_state, state, arguments)
+
+
+def _setter(set_state: Callable[..., None], state: Tensor, arguments: tuple[Any, ...]) -> Callable[[], None]:
+    return lambda: set_state(state, *arguments)

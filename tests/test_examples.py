@@ -1,0 +1,121 @@
+"""The examples run as their READMEs say, learn their data, and keep what they promise about memory and equality."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+BLOCKS = {"digits_spikingjelly": 6, "digits_snntorch": 6, "text_transformer": 4}
+
+
+def run(command: list[str], directory: Path) -> str:
+    """Run Python in ``directory``, where the example writes its outputs, and return what it printed."""
+    process = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    return process.stdout
+
+
+def run_main(name: str, directory: Path, options: str) -> dict[str, Any]:
+    """Call ``main`` of an example's ``train.py`` with less to do, and return what it returns."""
+    program = (
+        "import sys, json, dataclasses\n"
+        f"sys.path.insert(0, {str(EXAMPLES / name)!r})\n"
+        "import train\n"
+        f"result = train.main({options})\n"
+        "json.dump(result, open('result.json', 'w'))\n"
+    )
+    run(["-c", program], directory)
+    return json.loads((directory / "result.json").read_text())
+
+
+def test_the_spikingjelly_example_trains_identically_in_less_memory(tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r}); import train; "
+    output = run(["-c", program + "train.main(channels=8)"], tmp_path)
+    losses = re.search(r"All (\d+) losses and all trained weights are identical, bit for bit", output)
+    assert losses is not None
+    assert int(losses[1]) >= 40
+    plain_peak, optimized_peak = map(float, re.findall(r"([\d.]+) MiB", line_with("peak of a step", output)))
+    assert optimized_peak < 0.5 * plain_peak
+    accuracies = [float(found) for found in re.findall(r"([\d.]+)%", line_with("validation accuracy", output))]
+    assert len(accuracies) == 2
+    assert min(accuracies) > 90  # with a quarter of the channels; the full network passes 95
+    picture = tmp_path / "outputs" / "digits_spikingjelly" / "bytes_alive.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert picture.stat().st_size > 10_000
+
+
+def line_with(label: str, output: str) -> str:
+    return next(line for line in output.splitlines() if label in line)
+
+
+def test_the_spikingjelly_example_would_notice_a_differing_loss_or_weight(tmp_path: Path) -> None:
+    program = (
+        "import sys, dataclasses\n"
+        f"sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r})\n"
+        "import train\n"
+        "from lightning_memopt.measuring import StepMemory\n"
+        "memory = StepMemory(peak_bytes=1, start_bytes=1, end_bytes=1, step_ms=1.0, device='cpu', timeline=())\n"
+        "run = train.Run(losses=(1.0, 0.5), step_ms=1.0, val_accuracy=1.0, weights='ab', memory=memory)\n"
+        "train.check_equal(run, run)\n"
+        "for change in (dict(losses=(1.0, 0.5 + 2**-53)), dict(weights='cd')):\n"
+        "    try:\n"
+        "        train.check_equal(run, dataclasses.replace(run, **change))\n"
+        "    except AssertionError as error:\n"
+        "        print('noticed', error)\n"
+    )
+    assert run(["-c", program], tmp_path).count("noticed") == 2
+
+
+def test_the_snntorch_example_learns_in_less_memory(tmp_path: Path) -> None:
+    result = run_main("digits_snntorch", tmp_path, "max_epochs=2")
+    assert result["val_accuracy"] > 0.9
+    # The membrane potential at every time step has to be stored: there is less to save than where T is inside a block.
+    assert result["optimized_peak"] < 0.85 * result["plain_peak"]
+
+
+def test_the_text_example_learns_in_less_memory(tmp_path: Path) -> None:
+    result = run_main("text_transformer", tmp_path, "max_steps=40")
+    # Bytes of a uniform source have perplexity 256, the untrained model starts there.
+    assert result["val_perplexity"] < 40
+    assert result["optimized_peak"] < 0.5 * result["plain_peak"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_command_line_trains_with_both_callbacks_from_yaml(tmp_path: Path, name: str) -> None:
+    example = EXAMPLES / name
+    short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1"]
+    run([str(example / "cli.py"), "fit", "--config", str(example / "config.yaml"), *short], tmp_path)
+    (directory,) = (tmp_path / "outputs" / name).iterdir()
+    plan = json.loads((directory / "memory_plan.json").read_text())
+    recomputed = [region["path"] for region in plan["regions"] if region["treatment"] == "recompute"]
+    assert len(recomputed) == BLOCKS[name]  # found without being named
+    with open(directory / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["train_loss"]) for row in rows) == 3
+    monitored = [column for column in rows[0] if column.startswith("MemoryMonitor")]
+    assert monitored
+    assert any(float(row[column] or 0) > 0 for row in rows for column in monitored)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_model_of_an_example_knows_nothing_of_this_package(name: str) -> None:
+    for file in ("model.py", "data.py"):
+        assert "lightning_memopt" not in (EXAMPLES / name / file).read_text()
