@@ -62,7 +62,8 @@ def block_at_reference_size(tmp_path_factory: pytest.TempPathFactory) -> dict[st
     process = subprocess.run(
         [sys.executable, "benchmarks/levels.py", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # One thread: on a busy machine, a second one mostly waits for the first.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

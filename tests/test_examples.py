@@ -23,7 +23,8 @@ def run(command: list[str], directory: Path) -> str:
     process = subprocess.run(
         [sys.executable, *command],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
+        # One thread: steps this small lose more than they gain by a second one on a busy machine.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -46,9 +47,27 @@ def run_main(name: str, directory: Path, options: str) -> dict[str, Any]:
     return json.loads((directory / "result.json").read_text())
 
 
-def test_the_spikingjelly_example_trains_identically_in_less_memory(tmp_path: Path) -> None:
-    program = f"import sys; sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r}); import train; "
-    output = run(["-c", program + "train.main(channels=8)"], tmp_path)
+@pytest.fixture(scope="module")
+def spikingjelly_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The whole of the first example with a quarter of its channels, and then runs that differ in one bit."""
+    directory = tmp_path_factory.mktemp("digits_spikingjelly")
+    program = (
+        "import dataclasses, sys\n"
+        f"sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r})\n"
+        "import train\n"
+        "run, _ = train.main(channels=8)\n"
+        "last = run.losses[-1]\n"
+        "for change in (dict(losses=(*run.losses[:-1], last * (1 + 2**-52))), dict(weights=run.weights[::-1])):\n"
+        "    try:\n"
+        "        train.check_equal(run, dataclasses.replace(run, **change))\n"
+        "    except AssertionError as error:\n"
+        "        print('noticed:', error)\n"
+    )
+    return run(["-c", program], directory), directory
+
+
+def test_the_spikingjelly_example_trains_identically_in_less_memory(spikingjelly_run: tuple[str, Path]) -> None:
+    output, directory = spikingjelly_run
     losses = re.search(r"All (\d+) losses and all trained weights are identical, bit for bit", output)
     assert losses is not None
     assert int(losses[1]) >= 40
@@ -57,36 +76,24 @@ def test_the_spikingjelly_example_trains_identically_in_less_memory(tmp_path: Pa
     accuracies = [float(found) for found in re.findall(r"([\d.]+)%", line_with("validation accuracy", output))]
     assert len(accuracies) == 2
     assert min(accuracies) > 90  # with a quarter of the channels; the full network passes 95
-    picture = tmp_path / "outputs" / "digits_spikingjelly" / "bytes_alive.png"
+    picture = directory / "outputs" / "digits_spikingjelly" / "bytes_alive.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert picture.stat().st_size > 10_000
+
+
+def test_the_spikingjelly_example_would_notice_a_loss_or_weight_that_differs(
+    spikingjelly_run: tuple[str, Path],
+) -> None:
+    assert spikingjelly_run[0].count("noticed:") == 2
 
 
 def line_with(label: str, output: str) -> str:
     return next(line for line in output.splitlines() if label in line)
 
 
-def test_the_spikingjelly_example_would_notice_a_differing_loss_or_weight(tmp_path: Path) -> None:
-    program = (
-        "import sys, dataclasses\n"
-        f"sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r})\n"
-        "import train\n"
-        "from lightning_memopt.measuring import StepMemory\n"
-        "memory = StepMemory(peak_bytes=1, start_bytes=1, end_bytes=1, step_ms=1.0, device='cpu', timeline=())\n"
-        "run = train.Run(losses=(1.0, 0.5), step_ms=1.0, val_accuracy=1.0, weights='ab', memory=memory)\n"
-        "train.check_equal(run, run)\n"
-        "for change in (dict(losses=(1.0, 0.5 + 2**-53)), dict(weights='cd')):\n"
-        "    try:\n"
-        "        train.check_equal(run, dataclasses.replace(run, **change))\n"
-        "    except AssertionError as error:\n"
-        "        print('noticed', error)\n"
-    )
-    assert run(["-c", program], tmp_path).count("noticed") == 2
-
-
 def test_the_snntorch_example_learns_in_less_memory(tmp_path: Path) -> None:
-    result = run_main("digits_snntorch", tmp_path, "max_epochs=2")
-    assert result["val_accuracy"] > 0.9
+    result = run_main("digits_snntorch", tmp_path, "max_epochs=2, channels=16")
+    assert result["val_accuracy"] > 0.85
     # The membrane potential at every time step has to be stored: there is less to save than where T is inside a block.
     assert result["optimized_peak"] < 0.85 * result["plain_peak"]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, RichProgressBar, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -669,8 +669,10 @@ def test_a_failed_search_leaves_an_earlier_plan_in_place(tmp_path: Path) -> None
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("make_module", [SpikingConv, BuiltInConfigureModel])
 def test_averaged_weights_are_the_same(tmp_path: Path, make_module: Modules, ours_first: bool) -> None:
+    module = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+
     def train(*ours: pl.Callback) -> Any:
-        averaging = WeightAveraging()
+        averaging = module.WeightAveraging()
         callbacks = [*ours, averaging] if ours_first else [averaging, *ours]
         record = record_training(make_module, loaders(), tmp_path, *callbacks)
         return record, frozen(dict(averaging._average_model.state_dict()))

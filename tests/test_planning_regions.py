@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import norse.torch
 import pytest
 import sinabs.layers
@@ -19,7 +21,7 @@ def paths(model: nn.Module, targets: object = None) -> list[str]:
 
 
 def linear_relu(*sizes: int) -> nn.Sequential:
-    layers = [module for a, b in zip(sizes, sizes[1:], strict=False) for module in (nn.Linear(a, b), nn.ReLU())]
+    layers = [module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers)
 
 
@@ -111,7 +113,7 @@ class TestWithoutTargets:
         assert len(paths(model)) > 2
 
     def test_without_repetition_and_neurons_the_largest_children_are_taken(self) -> None:
-        model = Wrapper(big=linear_relu(64, 64, 64, 64), tiny=linear_relu(2, 2, 2), other=linear_relu(64, 64, 64))
+        model = Wrapper(big=linear_relu(64, 64, 64, 64), tiny=linear_relu(2, 2), other=linear_relu(64, 64, 64))
         found = find_targets(model)
         assert [region.path for region in found.regions] == ["big", "other"]
         assert "largest children" in found.reason
@@ -170,7 +172,7 @@ class TestWithTargets:
 
     @pytest.mark.parametrize("targets", ["SpikingBlock", 3, nn.Linear(2, 2), [nn.Linear, "x"], int])
     def test_anything_but_module_classes_is_a_type_error(self, targets: object) -> None:
-        with pytest.raises(TypeError, match="targets must be a torch.nn.Module class"):
+        with pytest.raises(TypeError, match=r"targets must be a torch.nn.Module class"):
             find_targets(SpikingBlock(), targets)  # type: ignore[arg-type]
 
     def test_an_empty_sequence_is_an_error(self) -> None:

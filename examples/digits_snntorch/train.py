@@ -43,11 +43,11 @@ def measure_step(model: DigitsClassifier, batch: tuple[Tensor, Tensor]) -> Measu
     return MeasuredStep(peak_bytes, gradients)
 
 
-def main(max_epochs: int = 3) -> dict[str, float]:
+def main(max_epochs: int = 3, channels: int = 32) -> dict[str, float]:
     """Train, then measure one step with and without the plan; returns accuracy and both peaks in bytes."""
     console = Console()
     seed_everything(0, verbose=False)
-    model, data = DigitsClassifier(), DigitsData()
+    model, data = DigitsClassifier(channels), DigitsData()
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=max_epochs,

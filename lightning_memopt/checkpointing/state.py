@@ -552,7 +552,7 @@ def take_snapshot(module: nn.Module, *, copy: bool = True) -> StateSnapshot:
         copy: also copy the tensors' values (bytes: those of the state), so that changes in place can be undone.
     """
     stores: list[_Store] = []
-    for submodule in module.modules():
+    for submodule in _with_hidden_modules(module):
         stores.extend(_stores(submodule))
     copies: dict[int, tuple[Tensor, int, Tensor]] = {}
     if copy:
@@ -563,6 +563,26 @@ def take_snapshot(module: nn.Module, *, copy: bool = True) -> StateSnapshot:
                         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and id(leaf) not in copies:
                             copies[id(leaf)] = (leaf, _version(leaf), leaf.detach().clone())
     return StateSnapshot(tuple(stores), tuple(copies.values()))
+
+
+def _with_hidden_modules(root: nn.Module) -> list[nn.Module]:
+    """The modules of ``root`` and those it keeps in plain lists, dicts and the like, where torch does not see them."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if id(module) not in found:
+                    found[id(module)] = module
+                    held = [v for k, v in module.__dict__.items() if k not in _NOT_MEMORY]
+                    pending += [v for v in held if isinstance(v, (*_MUTABLE, tuple))]
+        elif isinstance(value, (*_MUTABLE, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            inner = value.values() if isinstance(value, dict) else value
+            pending += [v for v in inner if isinstance(v, (nn.Module, *_MUTABLE, tuple))]
+    return list(found.values())
 
 
 def restore_snapshot(snapshot: StateSnapshot) -> None:

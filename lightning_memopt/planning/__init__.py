@@ -1,6 +1,7 @@
 """Observe a step, decide what each region keeps, apply the decision, take it back."""
 
 from lightning_memopt.planning.apply import applied_plan, apply_plan, remove_plan
+from lightning_memopt.planning.model_state import unchanged
 from lightning_memopt.planning.optimize import optimize_memory
 from lightning_memopt.planning.plan import Plan, RegionPlan, Trial
 from lightning_memopt.planning.regions import (
@@ -11,7 +12,6 @@ from lightning_memopt.planning.regions import (
     is_neuron,
     split_into_children,
 )
-from lightning_memopt.planning.unchanged import unchanged
 
 __all__ = [
     "FoundRegions",

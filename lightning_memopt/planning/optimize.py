@@ -36,6 +36,7 @@ from lightning_memopt.planning.candidates import (
     combine,
     find_candidates,
 )
+from lightning_memopt.planning.model_state import ModelState, unchanged
 from lightning_memopt.planning.observe import RegionObservation, observe
 from lightning_memopt.planning.plan import Budget, Plan, RegionPlan
 from lightning_memopt.planning.regions import (
@@ -48,7 +49,6 @@ from lightning_memopt.planning.regions import (
     target_classes,
 )
 from lightning_memopt.planning.search import Found, Progress, Search
-from lightning_memopt.planning.unchanged import ModelState, unchanged
 
 M = TypeVar("M", bound=nn.Module)
 Level = Literal[0, 1, 2, 3, 4]

@@ -34,9 +34,9 @@ from lightning_memopt.checkpointing import RegionConfig
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import set_config
 from lightning_memopt.planning.candidates import Candidate
+from lightning_memopt.planning.model_state import ModelState
 from lightning_memopt.planning.plan import MIB, Outcome, Trial
 from lightning_memopt.planning.trial import NoGradientError, Profile, is_out_of_memory, run_forward, run_step
-from lightning_memopt.planning.unchanged import ModelState
 
 Progress = Callable[[str, int, int], None]
 Layout = Mapping[str, RegionConfig]
@@ -151,6 +151,7 @@ class Search:
         self._trials: list[Trial] = []
         self._passes = 0
         self._forwards = 0
+        self._known: dict[frozenset[tuple[str, RegionConfig]], Measured] = {}
         self._proven: set[tuple[str, int]] = set()  # time chunks that gave what the whole sequence gives
         self._forward_ms: dict[str, float] = {}
         self._layout: Layout = {}
@@ -165,7 +166,7 @@ class Search:
         self._note(0, Move("plain model", (), {}), "measured", self._plain)
         self._progress("measuring", 1, 2)
         self._layout = {c.region.path: c.config for c in first if c.config is not None}
-        self._now = self._measure(self._layout, "measuring the first plan") if self._layout else self._plain
+        self._now = self._measure(self._layout, "measuring the first plan")
         self._note(1, Move(f"checkpoint {len(self._layout)} regions", tuple(self._layout), {}), "measured", self._now)
         self._first, self._first_measured = self._layout, self._now
         self._progress("measuring", 2, 2)
@@ -378,7 +379,10 @@ class Search:
     # Steps
 
     def _measure(self, layout: Layout, what: str, *, may_refuse: bool = False) -> Measured:
-        """Treat the model as ``layout`` says and run one step on every rank."""
+        """Treat the model as ``layout`` says and run one step on every rank; a layout is measured once."""
+        key = frozenset(layout.items())
+        if key in self._known:
+            return self._known[key]
         self._passes += 1
         watched = layout if layout else self._candidates
         regions = {path: self._candidates[path].region.module for path in self._candidates if path in watched}
@@ -416,6 +420,7 @@ class Search:
             if times:
                 # The least of all steps: the first ones warm up. The most of all ranks: they wait for the slowest.
                 self._forward_ms[path] = min(max(times), self._forward_ms.get(path, max(times)))
+        self._known[key] = measured
         return measured
 
     def _treat(self, layout: Layout) -> None:

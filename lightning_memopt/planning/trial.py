@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
+from lightning_memopt.planning.model_state import ModelState
 from lightning_memopt.planning.observe import storage_address, uncompiled
-from lightning_memopt.planning.unchanged import ModelState
 
 # Names of marks are a kind and the index of the region.
 _ENTER, _LEAVE, _BACKWARD, _DONE, _END = "enter", "leave", "backward", "done", "end"

@@ -39,7 +39,8 @@ class ModelState:
         self._gradients = [(tensor, tensor.grad) for tensor in self._leaves]
         # Leaves outside of the model, inputs that require a gradient: weakly, for a step may make one and drop it.
         self._outside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
-        self._hooks = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in model.parameters()]
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+        self._hooks = [(place, dict(place)) for place in hooks if place]
         self._protected: dict[int, tuple[Tensor, Tensor]] = {}
         self._random = [*_random_states(tensor.device for tensor in tensors)]
 
@@ -50,8 +51,8 @@ class ModelState:
         """
         for leaf in self._leaves:
             leaf.grad = None
-        for parameter, _ in self._hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        for place, _ in self._hooks:
+            place.clear()  # in place: autograd holds on to the dict that it was given
         self._train()
 
     def set_aside(self, leaves: Iterable[Tensor]) -> None:
@@ -81,8 +82,8 @@ class ModelState:
     def restore(self) -> None:
         """Put everything back as it was noted, gradients and hooks included."""
         try:
-            for parameter, hooks in self._hooks:
-                parameter._post_accumulate_grad_hooks = hooks
+            for place, hooks in self._hooks:
+                place.update(hooks)
             self._put_back()
         finally:
             for leaf, gradient in self._gradients:

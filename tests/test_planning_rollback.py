@@ -1,0 +1,380 @@
+"""Whatever goes wrong in optimize_memory, the model is as it was before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.checkpointing import is_checkpointed
+from lightning_memopt.planning import Plan, RegionPlan, applied_plan, apply_plan, optimize_memory
+from tests.planning_models import (
+    DeepSpikingBlock,
+    NoisyBlock,
+    NoisyNetwork,
+    SpikingBlock,
+    Unchanged,
+    loss_from_rest,
+    noisy_parts,
+    spikes,
+    split_deep_block,
+    used_noisy_network,
+)
+
+
+class FailingStep:
+    """Runs the model and raises in the given call, after the model has changed all that it changes."""
+
+    def __init__(self, call: int, error: BaseException, *, in_backward: bool = False) -> None:
+        self.calls = 0
+        self._call = call
+        self._error = error
+        self._in_backward = in_backward
+        self._batch = spikes()
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        self.calls += 1
+        loss: Tensor = model(self._batch).sum()
+        if self.calls == self._call:
+            if not self._in_backward:
+                raise self._error
+            loss.register_hook(self._raise)
+        return loss
+
+    def _raise(self, gradient: Tensor) -> None:
+        raise self._error
+
+
+class Broken(Exception):
+    """An error that nothing else raises."""
+
+
+# The calls of a level-4 search of the noisy network: 1 observes, 2 is the plain model, 3 the first plan, the others
+# change it.
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("error", [Broken("no"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_an_error_in_any_phase_of_the_search_leaves_no_trace(call: int, error: BaseException) -> None:
+    model, step = used_noisy_network(), FailingStep(call, error)
+    unchanged = Unchanged(model)
+    with pytest.raises(type(error)):
+        optimize_memory(model, NoisyBlock, step, level=4, split_fn=noisy_parts)
+    assert step.calls == call
+    unchanged.check()
+    assert applied_plan(model) is None
+
+
+@pytest.mark.parametrize("error", [Broken("no"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_an_error_in_the_backward_of_a_trial_leaves_no_trace(error: BaseException) -> None:
+    model, step = used_noisy_network(), FailingStep(3, error, in_backward=True)
+    unchanged = Unchanged(model)
+    with pytest.raises(type(error)):
+        optimize_memory(model, NoisyBlock, step, level=2, split_fn=noisy_parts)
+    unchanged.check()
+
+
+def test_an_error_deep_inside_a_region_leaves_no_trace_and_no_hooks() -> None:
+    model, batch = used_noisy_network(), spikes()
+    handle = model.blocks[1].linear.register_forward_hook(_fail)
+    unchanged = Unchanged(model)
+    with pytest.raises(Broken):
+        optimize_memory(model, NoisyBlock, lambda m: m(batch), level=1)
+    unchanged.check()
+    handle.remove()
+
+
+def _fail(*_: object) -> None:
+    raise Broken
+
+
+def _fail_after(step: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    def failing(model: nn.Module) -> None:
+        step(model)
+        raise Broken
+
+    return failing
+
+
+@pytest.mark.parametrize("phase", ["observing", "measuring", "splitting regions", "removing costly checkpoints"])
+def test_an_error_in_the_progress_callback_leaves_no_trace(phase: str) -> None:
+    model, batch = used_noisy_network(), spikes()
+    unchanged = Unchanged(model)
+
+    def progress(now: str, done: int, total: int) -> None:
+        if now == phase:
+            raise Broken
+
+    with pytest.raises(Broken):
+        optimize_memory(model, NoisyBlock, lambda m: m(batch), level=4, split_fn=noisy_parts, progress=progress)
+    unchanged.check()
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_an_error_while_the_plan_is_applied_leaves_no_trace(monkeypatch: Any, failing_call: int) -> None:
+    from lightning_memopt.planning import apply as room
+
+    model, batch = used_noisy_network(), spikes()
+    unchanged = Unchanged(model)
+    calls = 0
+    checkpoint_module = room.checkpoint_module
+
+    def failing(module: nn.Module, **options: Any) -> nn.Module:
+        nonlocal calls
+        calls += 1
+        if calls == failing_call:
+            raise Broken
+        return checkpoint_module(module, **options)
+
+    monkeypatch.setattr(room, "checkpoint_module", failing)
+    with pytest.raises(Broken):
+        optimize_memory(model, NoisyBlock, lambda m: m(batch), level=1)
+    unchanged.check()
+    assert applied_plan(model) is None
+
+
+def test_a_plan_that_is_not_in_force_after_all_is_taken_back(monkeypatch: Any) -> None:
+    from lightning_memopt.planning import optimize as room
+
+    model, batch = used_noisy_network(), spikes()
+    unchanged = Unchanged(model)
+    monkeypatch.setattr(room, "in_force", lambda model, plan: False)
+    with pytest.raises(RuntimeError, match="not in force"):
+        optimize_memory(model, NoisyBlock, lambda m: m(batch), level=1)
+    unchanged.check()
+
+
+def test_a_failed_second_search_leaves_the_first_plan_in_force() -> None:
+    model = nn.Sequential(SpikingBlock(), SpikingBlock())
+    optimize_memory(model, None, loss_from_rest(spikes()))
+    plan = applied_plan(model)
+    unchanged = Unchanged(model)
+    with pytest.raises(Broken):
+        optimize_memory(model, None, _fail_after(loss_from_rest(torch.zeros(8, 16, 64))), checkpoint_budget="speed")
+    unchanged.check()
+    assert applied_plan(model) is plan
+
+
+class TestOutOfMemory:
+    def test_a_model_that_only_fits_when_checkpointed_is_searched_all_the_same(self) -> None:
+        model, step = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock()), loss_from_rest(spikes())
+
+        def tight(model: nn.Module) -> Tensor:
+            if torch.is_grad_enabled() and not any(map(is_checkpointed, model.modules())):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return step(model)
+
+        optimize_memory(model, None, tight, level=2, split_fn=split_deep_block)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert plan.peak_bytes_before is None
+        assert plan.peak_bytes_after is not None
+        assert plan.trials[0].outcome == "measured"
+        assert plan.trials[0].reason == "ran out of memory"
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory."),
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+            MemoryError(),
+        ],
+        ids=["cuda", "cpu", "python"],
+    )
+    def test_a_trial_that_runs_out_of_memory_is_undone(self, error: Exception) -> None:
+        model, step = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock()), loss_from_rest(spikes())
+
+        def tight(model: nn.Module) -> Tensor:
+            if is_checkpointed(model[0].linear1) or is_checkpointed(model[1].linear1):  # type: ignore[index]
+                raise error
+            return step(model)
+
+        optimize_memory(model, None, tight, level=2, split_fn=split_deep_block)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert [name for name, module in model.named_modules() if is_checkpointed(module)] == ["0", "1"]
+        assert plan.trials[-1].outcome == "out of memory"
+        assert plan.trials[-1].peak_bytes is None
+
+    def test_splits_help_a_first_plan_that_does_not_fit(self) -> None:
+        class Tight(DeepSpikingBlock):
+            """Too large to be recomputed as a whole."""
+
+            def forward(self, x: Tensor) -> Tensor:
+                if torch._C._current_graph_task_id() != -1:  # a backward is running
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return super().forward(x)
+
+        model = nn.Sequential(DeepSpikingBlock(), Tight())
+        optimize_memory(model, DeepSpikingBlock, loss_from_rest(spikes()), level=2, split_fn=split_deep_block)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert plan.trials[1].peak_bytes is None
+        assert plan.peak_bytes_after is not None
+        assert is_checkpointed(model[1].linear1)
+        assert not is_checkpointed(model[1])
+
+    def test_where_nothing_fits_the_best_plan_is_applied_with_a_warning(self) -> None:
+        model = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock())
+
+        def never(model: nn.Module) -> Tensor:
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return torch.zeros(())
+
+        def observed_then_never(model: nn.Module) -> Tensor:
+            if not torch.is_grad_enabled():
+                return model(spikes())  # type: ignore[no-any-return]
+            return never(model)
+
+        with pytest.warns(UserWarning, match="does not fit into memory"):
+            optimize_memory(model, None, observed_then_never, level=2)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert plan.peak_bytes_after is None
+        assert len(plan.recomputed) == 2
+
+
+class TestArguments:
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        return nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock())
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"level": 5}, ValueError, "level must be 0, 1, 2, 3 or 4, found 5"),
+            ({"level": True}, ValueError, "found True"),
+            ({"level": "2"}, ValueError, "found '2'"),
+            ({"checkpoint_budget": "small"}, ValueError, "'speed', 'balanced', 'memory', found 'small'"),
+            ({"compress": 1}, TypeError, "compress must be True or False"),
+            ({"split_fn": 3}, TypeError, "split_fn must be callable"),
+            ({"can_chunk": "yes"}, TypeError, "can_chunk must be callable"),
+            ({"progress": 0}, TypeError, "progress must be callable"),
+            ({"example_forward": None}, ValueError, "needs example_forward"),
+            ({"targets": "Block"}, TypeError, "targets must be"),
+            ({"targets": nn.Conv3d}, ValueError, "no module of class Conv3d"),
+            ({"plan": 3}, TypeError, "plan must be a Plan or the path"),
+            ({"plan": "/nowhere/plan.json"}, FileNotFoundError, "nowhere"),
+            ({"process_group": object()}, ValueError, "not initialised"),
+        ],
+    )
+    def test_bad_arguments_are_refused_in_words(
+        self, model: nn.Module, options: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        unchanged = Unchanged(model)
+        with pytest.raises(error, match=message):
+            optimize_memory(model, **{"example_forward": lambda m: m(spikes()), **options})
+        unchanged.check()
+
+    @pytest.mark.parametrize(
+        ("split", "error", "message"),
+        [
+            (lambda block: (block.linear1,), ValueError, "returned one module"),
+            (lambda block: (block.linear1, nn.Linear(2, 2)), ValueError, "not a registered module inside"),
+            (lambda block: (block.linear1, block), ValueError, "not a registered module inside"),
+            (lambda block: (block.linear1, block.linear1), ValueError, "overlap"),
+            (lambda block: "linear1", TypeError, "must return a sequence of modules"),
+            (lambda block: None, TypeError, "must return a sequence of modules"),
+            (lambda block: 1 / 0, ZeroDivisionError, "division"),
+        ],
+    )
+    def test_a_wrong_split_is_refused_before_anything_runs(
+        self, model: nn.Module, split: Any, error: type[Exception], message: str
+    ) -> None:
+        unchanged = Unchanged(model)
+        with pytest.raises(error, match=message):
+            optimize_memory(
+                model,
+                DeepSpikingBlock,
+                _fail,  # type: ignore[arg-type]
+                level=2,
+                split_fn=lambda m: split(m) if isinstance(m, DeepSpikingBlock) else (),
+            )
+        unchanged.check()
+
+    def test_parts_that_lie_inside_each_other_are_refused(self, model: nn.Module) -> None:
+        outer = nn.Sequential(model, nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="overlap"):
+            optimize_memory(nn.Sequential(outer), nn.Sequential, _fail, level=2, split_fn=lambda m: (model, model[0]))  # type: ignore[arg-type,index]
+
+    def test_can_chunk_must_answer_yes_or_no(self, model: nn.Module) -> None:
+        with pytest.raises(TypeError, match="can_chunk must return True or False, it returned None for 0"):
+            optimize_memory(model, None, _fail, level=3, can_chunk=lambda m: None)  # type: ignore[arg-type,return-value]
+
+    def test_an_output_without_a_gradient_is_refused_where_a_backward_is_needed(self, model: nn.Module) -> None:
+        batch = spikes()
+        unchanged = Unchanged(model)
+        with pytest.raises(
+            ValueError, match=r"must return a tensor that requires a gradient.*returned dict with 1 ten"
+        ):
+            optimize_memory(model, None, lambda m: {"y": m(batch).detach()}, level=2)
+        unchanged.check()
+
+    def test_a_model_already_wrapped_is_refused(self, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match="already wrapped by DataParallel"):
+            optimize_memory(nn.DataParallel(model), None, lambda m: m(spikes()))
+
+    def test_lazy_and_meta_parameters_are_refused_by_name(self) -> None:
+        lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+        with pytest.raises(ValueError, match=r"0.weight is lazy.*run one forward"):
+            optimize_memory(lazy, nn.LazyLinear, lambda m: m(spikes()))
+        with torch.device("meta"):
+            late = nn.Sequential(SpikingBlock(), SpikingBlock())
+        with pytest.raises(ValueError, match=r"0.linear.weight is on the meta device.*pass plan="):
+            optimize_memory(late, None, lambda m: m(spikes()))
+
+    def test_a_plan_is_applied_to_a_model_on_the_meta_device(self) -> None:
+        with torch.device("meta"):
+            late = nn.Sequential(SpikingBlock(), SpikingBlock())
+        optimize_memory(late, plan=Plan(regions=(RegionPlan("1", "SpikingBlock", "recompute", "by hand"),)))
+        assert [is_checkpointed(block) for block in late] == [False, True]
+
+    def test_something_that_is_no_module_is_a_type_error(self) -> None:
+        with pytest.raises(TypeError, match=r"expects a torch.nn.Module, got function"):
+            optimize_memory(lambda x: x, None, lambda m: m(spikes()))  # type: ignore[type-var]
+
+
+class TestPlansThatDoNotFit:
+    def plan(self, *regions: RegionPlan) -> Plan:
+        return Plan(regions=regions)
+
+    @pytest.mark.parametrize(
+        ("region", "message"),
+        [
+            (RegionPlan("7", "SpikingBlock", "recompute", ""), "there is no module '7'"),
+            (RegionPlan("1", "Linear", "recompute", ""), "'1' is a SpikingBlock, not a Linear"),
+            (RegionPlan("", "Sequential", "recompute", ""), "model as a whole"),
+            (RegionPlan("0", "SpikingBlock", "recompute", ""), "'0' is named twice"),
+        ],
+    )
+    def test_every_misfit_is_named_and_nothing_is_changed(self, region: RegionPlan, message: str) -> None:
+        model = nn.Sequential(SpikingBlock(), SpikingBlock())
+        unchanged = Unchanged(model)
+        with pytest.raises(ValueError, match=message):
+            apply_plan(model, self.plan(RegionPlan("0", "SpikingBlock", "recompute", ""), region))
+        unchanged.check()
+
+    def test_a_misfit_leaves_the_plan_in_force(self) -> None:
+        model = nn.Sequential(SpikingBlock(), SpikingBlock())
+        plan = self.plan(RegionPlan("0", "SpikingBlock", "recompute", ""))
+        apply_plan(model, plan)
+        with pytest.raises(ValueError, match="no module"):
+            apply_plan(model, self.plan(RegionPlan("7", "SpikingBlock", "recompute", "")))
+        assert applied_plan(model) == plan
+        assert is_checkpointed(model[0])
+
+
+def test_the_noisy_network_really_writes_to_everything() -> None:
+    """Guards the tests above: a model that changes nothing would pass them all."""
+    model = used_noisy_network()
+    unchanged = Unchanged(model)
+    model(spikes()).sum().backward()
+    with pytest.raises(AssertionError) as failure:
+        unchanged.check()
+    said = str(failure.value)
+    assert "more" in said
+    assert isinstance(model, NoisyNetwork)
+    assert model.calls == 2
+    assert len(model.history) == 2
