@@ -17,6 +17,9 @@ from torch.nn.modules import module as module_hooks
 # Both sides of a comparison run with the same number of threads. The models are tiny: more than one only costs time.
 torch.set_num_threads(1)
 
+# Not in torch 2.6: there, leaked saved-tensor hooks go unnoticed.
+_top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
 # Written by libraries on import or first use, with the same value whichever test comes first.
 _ENVIRONMENT_OF_LIBRARIES = {
     "CRC32C_SW_MODE",
@@ -80,7 +83,7 @@ def _process_state() -> dict[str, Any]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "saved tensor hooks": _top_saved_tensor_hooks(True) is not None,
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "global module hooks": tuple(
@@ -108,7 +111,7 @@ def _repair(before: dict[str, Any], environment: dict[str, str], threads: int) -
         torch.set_autocast_enabled(device, enabled)
     if not before["saved tensor hooks"]:
         with contextlib.suppress(RuntimeError):
-            while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            while _top_saved_tensor_hooks(True) is not None:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
     for name in vars(module_hooks):
         if _is_global_hook_table(name):

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt.checkpointing import checkpoint_module, is_checkpointed, region_config
+from lightning_memopt.measuring import measure_memory
 from lightning_memopt.planning import Plan, RegionPlan, applied_plan, apply_plan, optimize_memory, remove_plan
 from tests.equality import assert_optimized_equals_plain, call
 from tests.planning_models import (
@@ -564,6 +565,37 @@ class TestHigherLevels:
         flops = {r.path: r.forward_flops for r in plan.regions}
         assert len(order) == 4
         assert [flops[path] for path in order] == sorted(flops.values(), reverse=True)
+
+    def test_where_time_can_be_measured_it_decides_which_removal_comes_first(self, monkeypatch: Any) -> None:
+        """On CUDA pairs of events time each region's forward; here a made-up clock stands in for them."""
+        from lightning_memopt.planning import optimize, trial
+
+        class Event:
+            clock = 0.0
+
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                Event.clock += 1.0
+                self.time = Event.clock
+
+            def elapsed_time(self, end: Event) -> float:
+                # In the first step the later a region begins, the longer it seems to take; the least time counts.
+                return self.time if self.time <= 8 else 99.0
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(optimize, "_device_of", lambda model: torch.device("cuda"))
+        monkeypatch.setattr(trial, "measure_memory", lambda step, device: measure_memory(step, device="cpu"))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))  # no buffers, no state: timed all the same
+        optimize_memory(model, nn.Linear, lambda m: m(torch.rand(8, 64)), level=4)
+        plan = plan_of(model)
+        times = {r.path: r.forward_ms for r in plan.regions}
+        assert None not in times.values()
+        assert len(set(times.values())) == 4
+        order = [t.paths[0] for t in plan.trials if t.level == 4]
+        assert order == sorted(times, key=lambda path: -(times[path] or 0.0))
+        assert plan.device == "cuda"
 
     def test_every_level_gives_the_gradients_of_the_plain_model(self) -> None:
         step = loss_from_rest(spikes())

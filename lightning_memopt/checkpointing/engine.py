@@ -212,7 +212,7 @@ class _Call:
         self.region = region
         self.modules = modules
         self.original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.node: Any = None
+        self.keeper: Any = None
         self.ran = False
         self.arg_count = 0
         self.host_random: _HostRandom | None = None
@@ -261,17 +261,19 @@ class _Call:
         self.arg_count = len(self.tensors)
         self.tensors += self.before.settle()
         anchor = torch.empty(0, requires_grad=True)
-        self.node = _Keep.apply(anchor, *self.tensors).grad_fn
+        # The tensor, not its node: in older versions of torch the node alone does not keep what it saved.
+        self.keeper = _Keep.apply(anchor, *self.tensors)
         self.original = None
         self.tensors, self.versions = [], []
 
     def _recompute(self) -> None:
-        if self.node is None:
+        if self.keeper is None:
             # A gradient taken inside the region itself, while its forward still runs.
             assert self.original is not None
             self.function(*self.original[0], **self.original[1])
             return
-        kept: Sequence[Tensor] = self.node.saved_tensors
+        node = self.keeper.grad_fn
+        kept: Sequence[Tensor] = node.saved_tensors
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Raw):
@@ -284,7 +286,8 @@ class _Call:
         state = kept[self.arg_count :]
         del kept, leaves
         # Packed inputs were unpacked for good: unless the graph is kept, the payload need not outlive this moment.
-        self.node.maybe_clear_saved_tensors()
+        if hasattr(node, "maybe_clear_saved_tensors"):  # not in torch 2.6: there it lives until the region is done
+            node.maybe_clear_saved_tensors()
         with ExitStack() as stack:
             if self.host_random is not None:
                 stack.enter_context(self.host_random.replayed())

@@ -14,12 +14,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_memopt import __version__
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import (
     all_or_nothing,
@@ -458,9 +458,8 @@ def _does_not_fit(level: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"torch": str(torch.__version__), "python": ".".join(map(str, sys.version_info[:3]))}
-    try:
-        versions["lightning_memopt"] = version("lightning-memopt")
-    except PackageNotFoundError:
-        versions["lightning_memopt"] = "unknown"
-    return versions
+    return {
+        "lightning_memopt": __version__,
+        "torch": str(torch.__version__),
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }

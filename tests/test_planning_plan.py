@@ -1,0 +1,224 @@
+"""Plans as data: files, digests, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from lightning_memopt.checkpointing import region_config
+from lightning_memopt.planning import Plan, RegionPlan, Trial, applied_plan, apply_plan, optimize_memory
+from tests.planning_models import DeepSpikingBlock, SpikingBlock, is_if_neuron, loss_from_rest, spikes, split_deep_block
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[nn.Module, Plan]:
+    model = nn.Sequential(DeepSpikingBlock(), nn.Linear(64, 64))
+    options: Any = {"level": 4, "split_fn": split_deep_block, "can_chunk": is_if_neuron}
+    optimize_memory(model, DeepSpikingBlock, loss_from_rest(spikes()), **options)
+    plan = applied_plan(model)
+    assert plan is not None
+    return model, plan
+
+
+def printed(plan: Plan) -> str:
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(plan.table())
+    return capture.get()
+
+
+class TestFiles:
+    def test_a_searched_plan_survives_the_file_with_everything_in_it(
+        self, searched: tuple[nn.Module, Plan], tmp_path: Path
+    ) -> None:
+        _, plan = searched
+        path = plan.save(tmp_path / "logs" / "plan.json")
+        assert Plan.load(path) == plan
+        assert Plan.load(str(path)).digest() == plan.digest()
+        assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+
+    def test_a_plan_from_a_file_treats_another_model_the_same_way(
+        self, searched: tuple[nn.Module, Plan], tmp_path: Path
+    ) -> None:
+        model, plan = searched
+        path = plan.save(tmp_path / "plan.json")
+        twin = nn.Sequential(DeepSpikingBlock(), nn.Linear(64, 64))
+        assert apply_plan(twin, path) is twin
+        for (name, one), (_, other) in zip(model.named_modules(), twin.named_modules(), strict=True):
+            assert region_config(one) == region_config(other), name
+
+    def test_the_file_names_versions_device_and_trials(self, searched: tuple[nn.Module, Plan]) -> None:
+        content = json.loads(searched[1].to_json())
+        assert {"torch", "python", "lightning_memopt"} <= content["versions"].keys()
+        assert content["device"] == "cpu"
+        assert [trial["outcome"] for trial in content["trials"][:2]] == ["measured", "measured"]
+        assert content["digest"] == searched[1].digest()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda c: c.update(format=2), "has format 2 and this version of lightning_memopt reads format 1"),
+            (lambda c: c.pop("format"), "an entry 'format'"),
+            (lambda c: c.pop("regions"), "'regions' must be a list"),
+            (lambda c: c.update(regions=[3]), "'regions' must be a list of objects"),
+            (lambda c: c.update(colour="red"), "Plan has no entry 'colour'"),
+            (lambda c: c["regions"][0].update(size=1), "RegionPlan has no entry 'size'"),
+            (lambda c: c["regions"][0].pop("path"), "RegionPlan is incomplete.*path"),
+            (lambda c: c["regions"][0].update(treatment="forget"), "RegionPlan.treatment cannot be 'forget'"),
+            (lambda c: c["regions"][0].update(compressor="zip"), "RegionPlan.compressor cannot be 'zip'"),
+            (lambda c: c["regions"][0].update(chunks=0), "RegionPlan.chunks cannot be 0"),
+            (lambda c: c["regions"][0].update(chunks=True), "RegionPlan.chunks cannot be True"),
+            (lambda c: c["regions"][0].update(chunked_args=[0.5]), "RegionPlan.chunked_args cannot be"),
+            (lambda c: c["regions"][0].update(input_bytes="many"), "RegionPlan.input_bytes cannot be 'many'"),
+            (lambda c: c.update(level=7), "Plan.level cannot be 7"),
+            (lambda c: c.update(checkpoint_budget="tiny"), "Plan.checkpoint_budget cannot be 'tiny'"),
+            (lambda c: c.update(versions={"torch": 2}), "Plan.versions cannot be"),
+            (lambda c: c["trials"].append({"level": 1}), "Trial is incomplete"),
+            (lambda c: c["regions"][0].update(path="other"), "it was edited or damaged. Remove the entry 'digest'"),
+        ],
+    )
+    def test_a_damaged_file_is_refused_in_words(self, tmp_path: Path, change: Any, message: str) -> None:
+        content = json.loads(Plan(regions=(RegionPlan("0", "Linear", "recompute", "why"),)).to_json())
+        change(content)
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"plan.json: .*{message}"):
+            Plan.load(path)
+
+    def test_a_plan_edited_on_purpose_is_read_once_the_digest_is_gone(self) -> None:
+        content = json.loads(Plan(regions=(RegionPlan("0", "Linear", "recompute", "why"),)).to_json())
+        content["regions"][0]["path"] = "1"
+        del content["digest"]
+        assert Plan.from_json(json.dumps(content)).regions[0].path == "1"
+
+    @pytest.mark.parametrize("text", ["", "nothing", "[]", '"plan"', "{}"])
+    def test_what_is_no_plan_is_called_no_plan(self, text: str) -> None:
+        with pytest.raises(ValueError, match="This is not a plan"):
+            Plan.from_json(text)
+
+    def test_a_missing_file_is_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            Plan.load(tmp_path / "none.json")
+
+
+regions = st.builds(
+    RegionPlan,
+    path=st.text(),
+    class_name=st.text(),
+    treatment=st.sampled_from(["keep", "recompute"]),
+    reason=st.text(),
+    compressor=st.sampled_from([None, "bit"]),
+    compressed_args=st.lists(st.integers(0, 9) | st.text()).map(tuple),
+    chunks=st.integers(1, 64),
+    chunked_args=st.lists(st.integers(0, 9) | st.text()).map(tuple),
+    time_dim=st.integers(-4, 4),
+    aliases=st.lists(st.text()).map(tuple),
+    calls=st.integers(0),
+    input_bytes=st.integers(0),
+    saved_bytes=st.none() | st.integers(0),
+    forward_ms=st.none() | st.floats(0, 1e6),
+)
+trials = st.builds(
+    Trial,
+    level=st.integers(0, 4),
+    action=st.text(),
+    paths=st.lists(st.text()).map(tuple),
+    outcome=st.sampled_from(["measured", "kept", "undone", "out of memory", "not tried"]),
+    peak_bytes=st.none() | st.integers(0),
+    seconds=st.floats(0, 1e6),
+)
+
+
+@given(
+    st.builds(
+        Plan,
+        regions=st.lists(regions, max_size=4).map(tuple),
+        trials=st.lists(trials, max_size=3).map(tuple),
+        level=st.integers(0, 4),
+        compress=st.booleans(),
+        peak_bytes_before=st.none() | st.integers(0),
+        versions=st.dictionaries(st.text(), st.text(), max_size=3),
+    )
+)
+def test_any_plan_survives_json(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest()
+
+
+class TestDigest:
+    region = RegionPlan("0", "Linear", "recompute", "why", compressor="bit", compressed_args=(0,), chunks=2)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"path": "1"},
+            {"treatment": "keep"},
+            {"compressor": None},
+            {"compressed_args": (1,)},
+            {"chunks": 4},
+            {"chunked_args": ("x",)},
+            {"time_dim": -1},
+        ],
+    )
+    def test_what_changes_the_model_changes_the_digest(self, change: dict[str, Any]) -> None:
+        other = dataclasses.replace(self.region, **change)
+        assert Plan(regions=(other,)).digest() != Plan(regions=(self.region,)).digest()
+
+    def test_what_was_measured_and_said_does_not(self) -> None:
+        told = dataclasses.replace(self.region, reason="other", input_bytes=3, forward_ms=1.0, aliases=("x",))
+        kept = RegionPlan("9", "Linear", "keep", "small")
+        plan = Plan(regions=(kept, told), level=4, peak_bytes_after=3, search_seconds=2.0, versions={"torch": "9"})
+        assert plan.digest() == Plan(regions=(self.region,)).digest()
+
+    def test_the_order_of_regions_does_not_matter(self) -> None:
+        other = dataclasses.replace(self.region, path="1")
+        assert Plan(regions=(other, self.region)).digest() == Plan(regions=(self.region, other)).digest()
+
+
+class TestTable:
+    def test_it_shows_regions_treatments_bytes_reasons_and_totals(self, searched: tuple[nn.Module, Plan]) -> None:
+        _, plan = searched
+        text = printed(plan)
+        for region in plan.regions:
+            assert region.path in text
+            assert region.class_name in text
+        assert "Memory plan, level 4: peak" in text
+        assert f"{len(plan.recomputed)} of {len(plan.regions)} recomputed" in text
+        assert "split into 4 parts" in text
+        assert f"{plan.search_passes} forward+backward passes" in text
+
+    def test_bytes_are_in_mib_and_small_ones_do_not_read_zero(self) -> None:
+        region = RegionPlan("0", "Linear", "recompute", "why", "bit", (0,), input_bytes=16 * 2**20, stored_bytes=2**14)
+        text = printed(Plan(regions=(region,)))
+        assert "16.0" in text
+        assert "0.016" in text
+        assert "recompute, 1-bit inputs" in text
+
+    def test_names_with_brackets_are_printed_as_they_are(self) -> None:
+        plan = Plan(regions=(RegionPlan("blocks[red]", "Linear", "keep", "why [bold]"),))
+        assert "blocks[red]" in printed(plan)
+        assert "why [bold]" in printed(plan)
+
+    def test_a_plan_without_regions_has_a_table_too(self) -> None:
+        assert "Memory plan, level 1" in printed(Plan(regions=()))
+
+    def test_a_plain_model_that_does_not_fit_is_said_to_do_so(self) -> None:
+        plan = Plan(regions=(RegionPlan("0", "Linear", "recompute", "why"),), level=2, peak_bytes_after=2**20)
+        assert "the plain model does not fit" in " ".join(printed(plan).split())
+
+    def test_a_shared_module_is_shown_with_all_its_names(self) -> None:
+        shared = SpikingBlock()
+        model = nn.Sequential(shared, SpikingBlock(), shared)
+        optimize_memory(model, SpikingBlock, loss_from_rest(spikes()))
+        plan = applied_plan(model)
+        assert plan is not None
+        assert "= 2" in printed(plan)
