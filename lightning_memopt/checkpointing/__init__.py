@@ -12,12 +12,12 @@ from lightning_memopt.checkpointing.compressors import (
 )
 from lightning_memopt.checkpointing.engine import checkpoint
 from lightning_memopt.checkpointing.module import (
-    RegionConfig,
     checkpoint_module,
     is_checkpointed,
     region_config,
     unwrap_module,
 )
+from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import (
     StateAdapter,
     StateSnapshot,

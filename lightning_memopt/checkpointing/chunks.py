@@ -12,16 +12,14 @@ whole, without gradients, and outputs, states and random numbers must agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import restore_snapshot, take_snapshot
-
-if TYPE_CHECKING:
-    from lightning_memopt.checkpointing.module import RegionConfig
 
 Piece = tuple[tuple[Any, ...], dict[str, Any], int]
 

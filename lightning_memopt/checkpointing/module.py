@@ -24,23 +24,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, split_arguments
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
-from lightning_memopt.checkpointing.engine import Region, RegionFacts, check_compressor, run_region
+from lightning_memopt.checkpointing.engine import check_compressor, run_region
+from lightning_memopt.checkpointing.region import Region, RegionConfig, RegionFacts
 from lightning_memopt.checkpointing.state import REGION_ATTRIBUTE
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class RegionConfig:
-    """How one module is checkpointed. See :func:`checkpoint_module` for the fields."""
-
-    compressor: SpikeCompressor | None = None
-    chunks: int = 1
-    chunked_args: tuple[int | str, ...] = (0,)
-    time_dim: int = 0
-    compressed_args: tuple[int | str, ...] | None = None
-    check_chunks: bool = True
-    name: str | None = None
 
 
 @dataclass

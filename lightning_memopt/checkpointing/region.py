@@ -1,0 +1,38 @@
+"""What is said of a region, and what it learned about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_memopt.checkpointing.compressors import SpikeCompressor
+
+
+@dataclass(frozen=True)
+class RegionConfig:
+    """How one module is checkpointed. See :func:`checkpoint_module` for the fields."""
+
+    compressor: SpikeCompressor | None = None
+    chunks: int = 1
+    chunked_args: tuple[int | str, ...] = (0,)
+    time_dim: int = 0
+    compressed_args: tuple[int | str, ...] | None = None
+    check_chunks: bool = True
+    name: str | None = None
+
+
+@dataclass
+class RegionFacts:
+    """What a region learned about itself: which inputs are binary, and whether it calls modules it does not hold."""
+
+    packable: dict[int, bool] = field(default_factory=dict)
+    calls_hidden_modules: bool | None = None
+
+
+@dataclass(frozen=True)
+class Region:
+    """How one region is to be treated."""
+
+    facts: RegionFacts
+    compressor: SpikeCompressor | None = None
+    compressed_args: tuple[int | str, ...] | None = None
+    label: str = "a checkpointed function"
