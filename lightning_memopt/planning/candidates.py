@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_memopt.checkpointing import BitSpikeCompressor, RegionConfig, is_checkpointed
 from lightning_memopt.planning.observe import ArgName, RegionObservation, SeenInput
-from lightning_memopt.planning.plan import MIB, Budget
+from lightning_memopt.planning.plan import Budget
 from lightning_memopt.planning.regions import Region
 
 BUDGET_SHARES: Mapping[Budget, float] = {"speed": 0.5, "balanced": 0.75, "memory": 1.0}
@@ -149,9 +149,7 @@ def _trouble(region: Region, seen: RegionObservation, treated: Mapping[int, str]
 
 
 def _about_inputs(seen: RegionObservation, *, compress: bool) -> str:
-    parts = [f"inputs {seen.input_bytes / MIB:.4g} MiB"]
-    if seen.calls > 1:
-        parts.append(f"{seen.calls} calls")
+    parts = [f"{seen.calls} calls"] if seen.calls > 1 else []
     if compress:
         for item in seen.inputs:
             if item.standing:
@@ -164,7 +162,7 @@ def _about_inputs(seen: RegionObservation, *, compress: bool) -> str:
                 parts.append(f"{_called(item.name)} is no spike tensor")
             else:
                 parts.append(f"{_called(item.name)} is not binary")
-    return ", ".join(parts)
+    return ", ".join(parts) or "can be recomputed from its inputs"
 
 
 def _called(name: ArgName) -> str:
