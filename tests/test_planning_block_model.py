@@ -20,6 +20,8 @@ class Reference:
     """The block model and the peak and gradients of its plain step."""
 
     def __init__(self) -> None:
+        # What other tests left alive is no part of this model's step.
+        self.others = measure_memory(lambda: None, device="cpu").start_bytes
         torch.manual_seed(0)
         self.model = nn.Sequential(*(DeepSpikingBlock(512) for _ in range(3)))
         self.step = loss_from_rest(spikes(16, 512, 512, rate=0.2))
@@ -34,7 +36,7 @@ class Reference:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.model.zero_grad()
         functional.reset_net(self.model)
-        return report.peak_bytes - held, gradients
+        return report.peak_bytes - held - self.others, gradients
 
     def optimize(self, level: Any) -> Plan:
         optimize_memory(self.model, None, self.step, level=level, split_fn=split_deep_block, can_chunk=is_if_neuron)
@@ -69,7 +71,7 @@ def test_level_4_stays_below_191_mib_with_equal_gradients_as_the_plan_promised(r
     assert all(map(torch.equal, gradients, reference.gradients))
     assert plan.peak_bytes_before is not None
     assert plan.peak_bytes_after is not None
-    held = sum(gradient.nbytes for gradient in reference.gradients)
+    held = sum(gradient.nbytes for gradient in reference.gradients) + reference.others
     # A few numbers that the test and the search keep are all the difference there may be.
     assert abs(plan.peak_bytes_after - held - peak) < MIB // 4
     assert abs(plan.peak_bytes_before - held - reference.peak) < MIB // 4

@@ -67,13 +67,14 @@ class MemoryOptimization(Callback):
         process_group: The ranks that decide together. ``None``: all of them.
         plan: A saved ``memory_plan.json`` to apply as it is. Nothing is observed, so the model may be sharded, on the
             meta device, or optimized manually.
-        verbose: Print the table of the plan.
+        verbose: Print the table of the plan, what was observed for it, and where it was saved.
 
     Raises:
         MisconfigurationException:
             If an argument is not of the kind described; if the strategy is one for which a model cannot be observed
             or treated; if the module uses manual optimization or has parameters without data and neither
-            ``example_forward`` nor ``plan`` makes up for it; if the Trainer has two callbacks of this kind.
+            ``example_forward`` nor ``plan`` makes up for it; if the Trainer has two callbacks of
+            this kind (the Trainer itself refuses two of the same class).
 
     Example::
 
@@ -240,7 +241,8 @@ class MemoryOptimization(Callback):
         with leaving_no_trace(trainer, module), SearchProgress(trainer) as progress:
             Ranks(self.process_group, device).together("preparing a training step to observe", prepare)
             assert example is not None
-            rank_zero_info(f"MemoryOptimization observes {example.source}.")
+            if self.verbose:
+                rank_zero_info(f"MemoryOptimization observes {example.source}.")
             optimize_memory(
                 module,
                 self.targets,
@@ -260,11 +262,14 @@ class MemoryOptimization(Callback):
             return
         if self.verbose:
             get_console().print(plan.table())
-        if directory is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        # Without a logger the log directory is the working directory, where a plan may lie that someone means to keep.
+        if directory is None or trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
             return
         path = Path(directory) / PLAN_FILE
         try:
             plan.save(path)
+            if self.verbose:
+                rank_zero_info(f"MemoryOptimization saved its plan to {path}")
         except OSError as error:
             # Not worth a training run; and the other ranks are already on their way.
             rank_zero_warn(f"MemoryOptimization could not save its plan to {path}: {error}")

@@ -88,7 +88,7 @@ torch.library.register_autograd(
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _allow_state_in_regions(allow: bool) -> bool:
-    """Runs while the compiler traces; torch before 2.9 has no such setting and rejects stateful regions itself."""
+    """Runs while the compiler traces; a torch without this setting rejects stateful regions itself."""
     if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = allow
     return allow
