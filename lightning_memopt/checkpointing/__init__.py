@@ -18,13 +18,8 @@ from lightning_memopt.checkpointing.module import (
     unwrap_module,
 )
 from lightning_memopt.checkpointing.region import RegionConfig
-from lightning_memopt.checkpointing.state import (
-    StateAdapter,
-    StateSnapshot,
-    register_state_adapter,
-    restore_snapshot,
-    take_snapshot,
-)
+from lightning_memopt.checkpointing.state import StateSnapshot, restore_snapshot, take_snapshot
+from lightning_memopt.checkpointing.stores import StateAdapter, register_state_adapter
 
 __all__ = [
     "BitSpikeCompressor",

@@ -39,6 +39,8 @@ class StoredArguments:
         leaves, self._spec = tree_flatten((args, kwargs))
         self.tensors: list[Tensor] = []
         self.devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        # What is no tensor is kept by reference.
+        self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self._label = region.label
         self._versions: list[tuple[Tensor, int]] = []
         self._leaves: list[Any] = []
@@ -164,6 +166,7 @@ def _pack(
     if (
         binary is False
         or type(tensor) is not Tensor
+        or tensor.layout is not torch.strided
         or tensor.nbytes < _SMALLEST_PACKED_BYTES
         or tensor.device.type == "meta"
         or not compressor.accepts(tensor)

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import restore_snapshot, take_snapshot
 
+_PLAIN = (bool, int, float, str, type(None))
 Piece = tuple[tuple[Any, ...], dict[str, Any], int]
 
 # A product over fewer rows may be summed in another order.
@@ -76,7 +79,7 @@ def merge_chunks(outputs: Sequence[Any], pieces: Sequence[Piece], config: Region
     merged = []
     for leaves in zip(*flat, strict=True):
         if not isinstance(leaves[0], Tensor):
-            if any(leaf != leaves[0] for leaf in leaves[1:]):
+            if any(not _equal(leaf, leaves[0]) for leaf in leaves[1:]):
                 raise ValueError(f"{label}: an output that is no tensor differs between time chunks: {leaves}.")
             merged.append(leaves[0])
             continue
@@ -89,6 +92,30 @@ def merge_chunks(outputs: Sequence[Any], pieces: Sequence[Piece], config: Region
                 )
         merged.append(torch.cat(leaves, dim=config.time_dim))
     return tree_unflatten(merged, specs[0])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are the same: arrays by their elements, NaN equal to NaN."""
+    if a is b:
+        return True
+    try:
+        return bool(a == b) or (a != a and b != b)
+    except ValueError:  # arrays
+        return type(a) is type(b) and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def refuse_norms(module: nn.Module, label: str) -> None:
+    """Under the compiler pieces cannot be compared with the whole; what is known to be wrong is refused.
+
+    Raises:
+        ValueError: if the module holds a norm that takes statistics over the sequence.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, _NormBase) and (submodule.training or not submodule.track_running_stats):
+            raise ValueError(
+                f"{label} holds a {type(submodule).__name__} in training, whose statistics need the whole sequence: "
+                "use chunks=1, or leave the norm out."
+            )
 
 
 def check_chunks_are_safe(
@@ -106,8 +133,9 @@ def check_chunks_are_safe(
         ValueError: naming what differs: an output's shape, values, a state, or the random numbers drawn.
     """
     snapshot = take_snapshot(module)
+    host_random = HostRandom.now()
     devices = [] if not torch.cuda.is_initialized() else list(range(torch.cuda.device_count()))
-    runs: list[tuple[list[Any], list[Any], Tensor]] = []
+    runs: list[tuple[list[Any], list[Any], Tensor, HostRandom]] = []
     for run_pieces in (False, True):
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             try:
@@ -122,17 +150,18 @@ def check_chunks_are_safe(
                     for leaf in tree_flatten(value)[0]
                 ]
                 state = [s.clone() if isinstance(s, Tensor) else s for s in state]
-                runs.append((tree_flatten(result)[0], state, torch.get_rng_state()))
+                runs.append((tree_flatten(result)[0], state, torch.get_rng_state(), HostRandom.now()))
             finally:
                 restore_snapshot(snapshot)
-    (whole, whole_state, whole_random), (joined, joined_state, joined_random) = runs
+                host_random.set()
+    (whole, whole_state, whole_random, whole_host), (joined, joined_state, joined_random, joined_host) = runs
     advice = (
         f"{label} must see the whole sequence: use chunks=1, or leave out batch norm in training, attention over time "
         "and other statistics over the sequence."
     )
     _require_same(f"{label}: an output of the time chunks", whole, joined, advice)
     _require_same(f"{label}: the state after the time chunks", whole_state, joined_state, advice)
-    if not torch.equal(whole_random, joined_random):
+    if not torch.equal(whole_random, joined_random) or whole_host != joined_host:
         raise ValueError(f"{label}: time chunks draw other random numbers than the whole sequence. {advice}")
 
 
@@ -141,6 +170,8 @@ def _require_same(what: str, whole: list[Any], joined: list[Any], advice: str) -
         raise ValueError(f"{what} has another structure than without chunks. {advice}")
     for a, b in zip(whole, joined, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and not _equal(a, b):
+                raise ValueError(f"{what} has {b!r} where there is {a!r} without chunks. {advice}")
             continue
         if a.shape != b.shape:
             raise ValueError(f"{what} has shape {tuple(b.shape)}, without chunks {tuple(a.shape)}. {advice}")

@@ -256,7 +256,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if step == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor.permute(_memory_order(tensor.shape, tensor.stride())).reshape(-1)
+    return tensor.permute(_memory_order(tensor.shape, tensor.stride())).reshape(-1).contiguous()
 
 
 def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:

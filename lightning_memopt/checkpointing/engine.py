@@ -18,13 +18,16 @@ it, and autograd notices an input that was changed in place.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -97,6 +100,9 @@ def run_region(
     modules: list[nn.Module],
 ) -> Any:
     """Run one region eagerly: note, forward, keep. ``modules`` are those whose state it may touch."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        # vmap, jvp and the like: gradients are taken by the transform, which has its own idea of what to keep.
+        return function(*args, **kwargs)
     call = _Call(function, args, kwargs, region, modules)
     # RReLU saves its noise before it draws it: a recomputation that stops at the last saved tensor would miss the draw.
     whole = any(isinstance(module, nn.RReLU) for module in modules)
@@ -141,12 +147,14 @@ class _Call:
         self.keeper: Any = None
         self.ran = False
         self.first_state = 0
+        self.one_output = False
         self.host_random: HostRandom | None = None
         self.hooked = any_hooks(modules)
         self.observers: Observers = {}
         self.arguments = StoredArguments(args, kwargs, region)
         self.before = StateBefore(reads_statistics=not _is_stock(modules))
         self.before.note(modules)
+        self.before.note_objects(self.arguments.others)
         devices = self.arguments.devices | _parameter_device(modules)
         # Empty tensors tell torch which devices' random states and autocast settings to replay.
         self.anchors = [torch.empty(0, device=d) for d in devices if d.type not in ("cpu", "meta")]
@@ -160,14 +168,13 @@ class _Call:
     def _forward(self) -> Any:
         assert self.original is not None
         args, kwargs = self.original
-        facts = self.region.facts
         host_random = HostRandom.now()
         with ExitStack() as stack:
-            if facts.calls_hidden_modules is not False:
-                stack.enter_context(_noting_called_modules(self.before, facts))
+            stack.enter_context(_noting_called_modules(self.before))
             if self.hooked:
                 stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
             result = self.function(*args, **kwargs)
+        self.one_output = sum(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(result)) == 1
         if host_random != HostRandom.now():
             self.host_random = host_random
         return result
@@ -177,6 +184,7 @@ class _Call:
         tensors = self.arguments.settle()
         self.first_state = len(tensors)
         tensors += self.before.settle()
+        self.before.forget_tensors()
         anchor = torch.empty(0, requires_grad=True)
         # The tensor, not its node: in older versions of torch the node alone does not keep what it saved.
         self.keeper = _Keep.apply(anchor, *tensors)
@@ -186,16 +194,19 @@ class _Call:
         if self.keeper is None:
             # A gradient taken inside the region itself, while its forward still runs.
             assert self.original is not None
-            self.function(*self.original[0], **self.original[1])
+            self._run_again(*self.original, self.before.settle())
             return
         node = self.keeper.grad_fn
         kept: Sequence[Tensor] = node.saved_tensors
         args, kwargs = self.arguments.rebuild(kept)
         state = kept[self.first_state :]
         del kept
-        # Packed inputs were unpacked for good: unless the graph is kept, the payload need not outlive this moment.
-        if hasattr(node, "maybe_clear_saved_tensors"):  # not in torch 2.6: there it lives until the region is done
+        # With one output there is one backward, unless the graph is kept: what is unpacked need not stay packed too.
+        if self.one_output and hasattr(node, "maybe_clear_saved_tensors"):  # torch 2.6 has no such call
             node.maybe_clear_saved_tensors()
+        self._run_again(args, kwargs, state)
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sequence[Tensor]) -> None:
         with ExitStack() as stack:
             if self.host_random is not None:
                 stack.enter_context(self.host_random.replayed())
@@ -219,14 +230,12 @@ def _parameter_device(modules: list[nn.Module]) -> set[torch.device]:
 
 
 @contextmanager
-def _noting_called_modules(before: StateBefore, facts: RegionFacts) -> Iterator[None]:
+def _noting_called_modules(before: StateBefore) -> Iterator[None]:
     """Note the state of modules that are called but were not known beforehand, at the moment they are called."""
-    found = False
+    thread = threading.get_ident()
 
     def note(module: nn.Module, _: Any) -> None:
-        nonlocal found
-        if not before.has(module):
-            found = True
+        if not before.has(module) and threading.get_ident() == thread:
             before.note(module.modules())
 
     handle = register_module_forward_pre_hook(note)
@@ -234,7 +243,6 @@ def _noting_called_modules(before: StateBefore, facts: RegionFacts) -> Iterator[
         yield
     finally:
         handle.remove()
-    facts.calls_hidden_modules = found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

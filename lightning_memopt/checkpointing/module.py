@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, split_arguments
+from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, refuse_norms, split_arguments
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
 from lightning_memopt.checkpointing.engine import check_compressor, run_region
 from lightning_memopt.checkpointing.region import Region, RegionConfig, RegionFacts
-from lightning_memopt.checkpointing.state import REGION_ATTRIBUTE
+from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,16 +87,16 @@ def checkpoint_module(
         chunked_args=_checked_names("chunked_args", chunked_args),
         time_dim=_checked_time_dim(time_dim),
         compressed_args=None if compressed_args is None else _checked_names("compressed_args", compressed_args),
-        check_chunks=bool(check_chunks),
-        name=name,
+        check_chunks=_checked("check_chunks", check_chunks, bool),
+        name=None if name is None else _checked("name", name, str),
     )
     _check_module(module)
     current = region_config(module)
     if current == config:
         return module
-    module.__dict__[REGION_ATTRIBUTE] = _ModuleRegion(config)
     if current is None and not _is_checkpointed_class(type(module)):
-        module.__class__ = _checkpointed_class(type(module))  # type: ignore[assignment]
+        _set_class(module, _checkpointed_class(type(module)))
+    module.__dict__[REGION_ATTRIBUTE] = _ModuleRegion(config)
     return module
 
 
@@ -113,8 +113,13 @@ def unwrap_module(module: M) -> M:
     module.__dict__.pop(REGION_ATTRIBUTE, None)
     # A class put on top since (fully_shard) stays; without its region our class below it runs the plain forward.
     if "_memopt_original_class" in vars(type(module)):
-        module.__class__ = vars(type(module))["_memopt_original_class"]
+        _set_class(module, vars(type(module))["_memopt_original_class"])
     return module
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    # Past a module's own __setattr__, which may refuse what it does not know.
+    object.__setattr__(module, "__class__", cls)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -126,6 +131,12 @@ def region_config(module: nn.Module) -> RegionConfig | None:
     """How ``module`` is checkpointed, None if it is not."""
     region: _ModuleRegion | None = module.__dict__.get(REGION_ATTRIBUTE)
     return None if region is None else region.config
+
+
+def _checked(what: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {value!r}.")
+    return value
 
 
 def _checked_chunks(chunks: object) -> int:
@@ -157,7 +168,7 @@ def _check_module(module: object) -> None:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"checkpoint_module cannot change {kind}: it is a compiled ScriptModule.")
-    if hasattr(module, "_torchdynamo_orig_callable") or "_orig_mod" in module._modules:
+    if "_orig_mod" in module._modules:
         raise TypeError("checkpoint_module must be applied before torch.compile, got a compiled module.")
     if "forward" in module.__dict__:
         raise TypeError(
@@ -227,7 +238,13 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
     if hasattr(original, "__deepcopy__"):
         namespace["__deepcopy__"] = deepcopy
     make_class: Any = type(original)  # the metaclass
-    checkpointed: type[nn.Module] = make_class(original.__name__, (original,), namespace)
+    try:
+        checkpointed: type[nn.Module] = make_class(original.__name__, (original,), namespace)
+    except Exception as error:
+        raise TypeError(
+            f"checkpoint_module cannot change {original.__name__}: its class allows no subclass ({error}). Apply it "
+            "to a module around this one, or use checkpoint(module, x)."
+        ) from error
     _CLASSES[original] = checkpointed
     return checkpointed
 
@@ -246,8 +263,13 @@ def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, r
         return _run_once(module, plain, args, kwargs, region)
     label = _label(module, config)
     pieces = split_arguments(args, kwargs, config, label)
-    if config.check_chunks and not torch.compiler.is_compiling():
-        shapes = (module.training, *(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
+    if config.check_chunks and torch.compiler.is_compiling():
+        refuse_norms(module, label)
+    elif config.check_chunks:
+        shapes = (
+            *(m.training for m in module.modules()),
+            *(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
+        )
         if shapes not in region.safe_chunks:
             check_chunks_are_safe(module, plain, args, kwargs, pieces, config, label)
             region.safe_chunks.add(shapes)

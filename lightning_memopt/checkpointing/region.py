@@ -22,10 +22,9 @@ class RegionConfig:
 
 @dataclass
 class RegionFacts:
-    """What a region learned about itself: which inputs are binary, and whether it calls modules it does not hold."""
+    """What a region learned about itself: which inputs are binary."""
 
     packable: dict[int, bool] = field(default_factory=dict)
-    calls_hidden_modules: bool | None = None
 
 
 @dataclass(frozen=True)
