@@ -56,19 +56,29 @@ def spikingjelly_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pat
         f"sys.path.insert(0, {str(EXAMPLES / 'digits_spikingjelly')!r})\n"
         "import train\n"
         "run, _ = train.main(channels=8)\n"
-        "last = run.losses[-1]\n"
-        "for change in (dict(losses=(*run.losses[:-1], last * (1 + 2**-52))), dict(weights=run.weights[::-1])):\n"
+        "last, accuracy = run.losses[-1], run.val_accuracy\n"
+        "table = train.Console(width=160)\n"
+        "times = train.StepTimes((100.0, 101.0, 900.0), (150.0, 151.5, 10.0))\n"
+        "for change in (\n"
+        "    dict(losses=(*run.losses[:-1], last * (1 + 2**-52))),\n"
+        "    dict(weights=run.weights[::-1]),\n"
+        "    dict(val_accuracy=accuracy * (1 - 2**-52)),\n"
+        "):\n"
+        "    other = dataclasses.replace(run, **change)\n"
         "    try:\n"
-        "        train.check_equal(run, dataclasses.replace(run, **change))\n"
+        "        train.check_equal(run, other)\n"
         "    except AssertionError as error:\n"
         "        print('noticed:', error)\n"
+        "    table.print(train.side_by_side(run, other, times))\n"
     )
     return run(["-c", program], directory), directory
 
 
 def test_the_spikingjelly_example_trains_identically_in_less_memory(spikingjelly_run: tuple[str, Path]) -> None:
     output, directory = spikingjelly_run
-    losses = re.search(r"All (\d+) losses and all trained weights are identical, bit for bit", output)
+    losses = re.search(
+        r"All (\d+) losses, all trained weights and the validation accuracy are identical, bit for bit", output
+    )
     assert losses is not None
     assert int(losses[1]) >= 40
     plain_peak, optimized_peak = map(float, re.findall(r"([\d.]+) MiB", line_with("peak of a step", output)))
@@ -81,10 +91,37 @@ def test_the_spikingjelly_example_trains_identically_in_less_memory(spikingjelly
     assert picture.stat().st_size > 10_000
 
 
-def test_the_spikingjelly_example_would_notice_a_loss_or_weight_that_differs(
+def test_the_spikingjelly_example_would_notice_a_loss_weight_or_accuracy_that_differs(
     spikingjelly_run: tuple[str, Path],
 ) -> None:
-    assert spikingjelly_run[0].count("noticed:") == 2
+    output, *altered = re.split("^noticed:", spikingjelly_run[0], flags=re.MULTILINE)
+    assert len(altered) == 3
+    labels = ["first loss", "last loss", "trained weights", "validation accuracy"]
+
+    def verdicts(text: str) -> list[str]:
+        table = text[text.index("peak of a step") :]
+        return [line_with(label, table).split()[-2] for label in labels]  # the last is the table's border
+
+    assert verdicts(output) == ["identical"] * 4
+    assert [verdicts(text) for text in altered] == [
+        ["identical", "different", "identical", "identical"],
+        ["identical", "identical", "different", "identical"],
+        ["identical", "identical", "identical", "different"],
+    ]
+
+
+def test_the_spikingjelly_example_gives_the_step_time_as_a_ratio_of_medians(spikingjelly_run: tuple[str, Path]) -> None:
+    output, altered, *_ = re.split("^noticed:", spikingjelly_run[0], flags=re.MULTILINE)
+    plain, optimized, ratio = re.findall(
+        r"([\d.]+) ms.*?([\d.]+) ms.*?x ([\d.]+)", line_with("time of a step", altered)
+    )[0]
+    assert (plain, optimized, ratio) == ("101", "150", "1.49")
+    printed = re.search(r"takes ([\d.]+) times as long", output)
+    assert printed is not None
+    assert f"x {printed[1]}" in line_with("time of a step", output)
+    rounds = re.search(r"Medians of (\d+)\s+steps each, in\s+turns", output)
+    assert rounds is not None
+    assert int(rounds[1]) >= 5
 
 
 def line_with(label: str, output: str) -> str:
@@ -126,3 +163,13 @@ def test_the_command_line_trains_with_both_callbacks_from_yaml(tmp_path: Path, n
 def test_a_model_of_an_example_knows_nothing_of_this_package(name: str) -> None:
     for file in ("model.py", "data.py"):
         assert "lightning_memopt" not in (EXAMPLES / name / file).read_text()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_readme_installs_from_a_clone_and_names_files_that_exist(name: str) -> None:
+    text = (EXAMPLES / name / "README.md").read_text()
+    assert re.findall(r"^pip install .*$", text, flags=re.MULTILINE) == ["pip install '.[examples]'"]
+    assert "From a clone of the repository" in text
+    files = set(re.findall(r"examples/\S+\.(?:py|yaml)", text))
+    assert len(files) == 3
+    assert all((ROOT / file).is_file() for file in files)

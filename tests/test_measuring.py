@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import mmap
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memopt.measuring import AllocationRecorder, MemoryPoint, StepMemory, measure_memory, process_memory
+from lightning_memopt.measuring import (
+    AllocationRecorder,
+    MemoryPoint,
+    StepMemory,
+    measure_memory,
+    measuring_repeatedly,
+    process_memory,
+)
 from lightning_memopt.measuring.allocation_events import storages_alive
 
 MIB = 2**20
@@ -181,6 +189,145 @@ def test_sparse_tensors_count_with_their_indices_and_values(layout: torch.layout
     del outer, inner, values
     assert sum(s.nbytes() for s in storages_alive(CPU)) - before == expected
     del tensor
+
+
+def test_instances_of_subclasses_are_found_and_impostors_are_never_asked() -> None:
+    asked = []
+
+    class Impostor:
+        """A lazy proxy: looking at its class builds what it stands for."""
+
+        @property
+        def __class__(self) -> type:
+            asked.append(self)
+            return torch.Tensor
+
+    class EqualTypes(type(torch.Tensor)):  # type: ignore[misc]
+        """Without a hash: its classes can be in no set."""
+
+        def __eq__(cls, other: object) -> bool:
+            raise AssertionError("types are told apart by identity")
+
+    class Odd(torch.Tensor, metaclass=EqualTypes):
+        pass
+
+    class Odder(Odd):
+        pass
+
+    before = sum(s.nbytes() for s in storages_alive(CPU))
+    held = [Impostor(), torch.zeros(1000).as_subclass(Odder), nn.Parameter(torch.zeros(10)), nn.Buffer(torch.zeros(1))]
+    assert sum(s.nbytes() for s in storages_alive(CPU)) - before == 4044
+    assert not asked
+    del held
+
+
+def _in_a_cycle(tensor: torch.Tensor) -> None:
+    cycle: list[object] = [tensor]
+    cycle.append(cycle)
+
+
+def test_repeated_measurements_show_the_same_bytes_at_every_point() -> None:
+    data = torch.rand(64, 32)
+    shared: dict[str, list[torch.Tensor]] = {}
+
+    def reports() -> list[StepMemory]:
+        layer = nn.Linear(32, 32)
+        shared["held"] = [torch.empty(4096, dtype=torch.uint8)]
+
+        def step() -> None:
+            shared["held"].clear()  # a tensor from before, in the first step
+            layer.zero_grad()  # gradients of the step before, in the others
+            layer(data).sum().backward()
+            _in_a_cycle(torch.empty(512, dtype=torch.uint8))
+
+        return [_added(step) for _ in range(3)]
+
+    gc.disable()  # so that no collection of Python's own hits one of the steps only
+    try:
+        alone = reports()
+        with measuring_repeatedly(CPU):
+            new = reports()  # objects made inside
+        shared.clear()
+        assert [[p.bytes for p in r.timeline] for r in new] == [[p.bytes for p in r.timeline] for r in alone]
+    finally:
+        gc.enable()
+    assert alone[0].end_bytes == -4096 + (32 * 32 + 32) * 4 + 512
+    assert alone[1].end_bytes == 512  # the cycle of the step before was collected before this one began
+
+
+def test_tensors_from_before_repeated_measurements_are_counted_and_followed() -> None:
+    held = [torch.empty(4096, dtype=torch.uint8)]
+    layer = nn.Linear(10, 10, bias=False)
+    gc.collect()
+    before = sum(s.nbytes() for s in storages_alive(CPU))
+    with measuring_repeatedly(CPU):
+        assert sum(s.nbytes() for s in storages_alive(CPU)) == before
+        layer(torch.ones(1, 10)).sum().backward()
+        assert sum(s.nbytes() for s in storages_alive(CPU)) == before + 400  # its gradient, found through it
+        report = _added(held.clear)
+        assert [p.bytes for p in report.timeline] == [0, -4096]
+        assert sum(s.nbytes() for s in storages_alive(CPU)) == before + 400 - 4096
+        _in_a_cycle(torch.empty(777, dtype=torch.uint8))
+        assert measure_memory(lambda: None, device=CPU).start_bytes == before + 400 - 4096
+    assert sum(s.nbytes() for s in storages_alive(CPU)) == before + 400 - 4096
+
+
+def test_repeated_measurements_look_at_new_objects_only_and_leave_the_collector_as_it_was() -> None:
+    assert gc.get_freeze_count() == 0
+    everything = len(gc.get_objects())
+
+    def interrupted() -> None:
+        with measuring_repeatedly(CPU):
+            assert len(gc.get_objects()) < everything / 20
+            with measuring_repeatedly(CPU):
+                pass
+            assert len(gc.get_objects()) < everything / 20  # an inner one ends nothing
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects()) > everything * 0.9
+
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with measuring_repeatedly(CPU):
+            measure_memory(lambda: None, device=CPU)
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+    finally:
+        gc.unfreeze()
+
+
+def test_a_report_prints_as_one_short_line_whatever_its_timeline() -> None:
+    def step() -> None:
+        for _ in range(1000):
+            torch.empty(MIB, dtype=torch.uint8)
+
+    report = measure_memory(step, device=CPU)
+    assert len(report.timeline) == 2001
+    assert len(repr(report)) < 200
+    assert f"peak_bytes={report.peak_bytes}" in repr(report)
+    assert "(1.0 MiB above the start)" in str(report)
+    assert str(report).startswith(f"peak {report.peak_bytes / MIB:.1f} MiB")
+    assert "\n" not in str(report)
+
+
+def test_the_documented_way_to_measure_one_step_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "memory_monitor.md"
+    section = page.read_text().split("## Measuring one step")[1].split("\n## ")[0]
+    names: dict[str, object] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+        exec(compile(snippet, str(page), "exec"), names)
+    described, needed = capsys.readouterr().out.splitlines()
+    assert described.startswith("peak ")
+    # The input of every GELU and every Linear but the first, and the gradients of four layers.
+    assert int(needed) > 7 * 1024 * 256 * 4 + 4 * 256 * 257 * 4
+    reports = names["reports"]
+    assert isinstance(reports, list)
+    assert len({report.peak_bytes for report in reports}) == 1
 
 
 def test_tensors_of_other_devices_do_not_count() -> None:

@@ -198,6 +198,40 @@ def test_steps_are_logged_as_often_as_the_trainer_logs(tmp_path: Path, clock: Cl
     assert [float(row["epoch_step_ms_mean"]) for row in rows if "step_ms" not in row] == [3000.0, 3000.0]
 
 
+def test_every_row_names_its_epoch_so_that_rows_can_be_grouped_by_it(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = _trainer(tmp_path, MemoryMonitor(), logger=logger, max_epochs=3)
+    trainer.fit(SlowNet(clock, batches=2))
+    rows = _rows(logger)
+    assert [int(row["epoch"]) for row in rows if "step_ms" in row] == [0, 0, 1, 1, 2, 2]
+    assert [int(row["epoch"]) for row in rows if "epoch_step_ms_mean" in row] == [0, 1, 2]
+    assert len(rows) == 9
+    # A key for the loggers, as Lightning's own, and no metric.
+    assert "epoch" not in trainer.logged_metrics
+    assert "epoch" not in trainer.callback_metrics
+    assert float(trainer.logged_metrics["MemoryMonitor/epoch_step_ms_mean"]) == 1500.0
+
+
+def test_the_epochs_are_those_that_lightning_gives_to_what_the_model_logs(tmp_path: Path) -> None:
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    logger = CSVLogger(tmp_path)
+    _trainer(tmp_path, MemoryMonitor(), logger=logger, max_epochs=2).fit(Logging(batches=3))
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+
+    def epochs_by_step(column: str) -> dict[str, str]:
+        return {row["step"]: row["epoch"] for row in rows if row[column]}
+
+    assert len(epochs_by_step("loss_step")) == 6
+    assert epochs_by_step("MemoryMonitor/step_ms") == epochs_by_step("loss_step")
+    assert epochs_by_step("MemoryMonitor/epoch_step_ms_mean") == epochs_by_step("loss_epoch")
+
+
 def test_every_logger_gets_the_metrics(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two")]
     _trainer(tmp_path, MemoryMonitor(), logger=loggers).fit(Net(batches=2))
@@ -304,6 +338,34 @@ def test_the_number_of_samples_comes_from_the_given_function(tmp_path: Path, clo
     trainer = _trainer(tmp_path, MemoryMonitor(batch_size_fn=lambda batch: batch[0].shape[1]))
     trainer.fit(SlowNet(clock, batches=1))
     assert _monitored(trainer)["samples_per_s"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("many", "'many' of type str"),
+        ("12", "'12' of type str"),
+        (None, "None of type NoneType"),
+        (float("nan"), "nan of type float"),
+        (-1, "-1 of type int"),
+        (torch.ones(2), "of type Tensor"),
+    ],
+)
+def test_a_size_that_is_no_number_of_samples_is_named_with_the_option(
+    tmp_path: Path, returned: object, shown: str
+) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(batch_size_fn=lambda batch: returned))
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(Net())
+    assert "`MemoryMonitor(batch_size_fn=...)`" in str(caught.value)
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [torch.tensor(7), 7.0])
+def test_a_size_may_be_anything_that_is_a_number(tmp_path: Path, clock: Clock, size: Any) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(batch_size_fn=lambda batch: size))
+    trainer.fit(SlowNet(clock, batches=1))
+    assert _monitored(trainer)["samples_per_s"] == 7.0
 
 
 def test_a_batch_without_a_size_gives_no_samples_but_all_else(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -695,6 +696,28 @@ class TestNothingElseChanges:
         optimize_memory(model, NoisyBlock, lambda m: m(batch), level=level, split_fn=noisy_parts)
         unchanged.check(treatments=False)
         assert recomputed(model) != []
+
+    def test_a_metric_inside_a_region_counts_what_training_shows_it_and_no_more(self) -> None:
+        class Measured(SpikingBlock):
+            def __init__(self) -> None:
+                super().__init__()
+                self.rate = torchmetrics.MeanMetric()
+
+            def forward(self, x: Tensor) -> Tensor:
+                spikes = super().forward(x)
+                self.rate.update(spikes.detach())
+                return spikes
+
+        batch = spikes()
+        plain = nn.Sequential(Measured(), Measured())
+        model = copy.deepcopy(plain)
+        optimize_memory(model, Measured, loss_from_rest(batch), level=2)
+        assert recomputed(model) == ["0", "1"]
+        for each in (plain, model):
+            loss_from_rest(batch)(each).backward()
+        for one, other in zip(plain, model, strict=True):
+            assert one.rate.compute() == other.rate.compute()
+            assert one.rate._update_count == other.rate._update_count == 1
 
     def test_training_goes_on_as_if_nothing_had_happened(self) -> None:
         batch = spikes()

@@ -7,7 +7,9 @@ Logs peak memory and time of the training steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -51,8 +53,8 @@ class MemoryMonitor(Callback):
       ``epoch_alloc_retries`` (sum), ``epoch_step_ms_mean``, ``epoch_step_ms_median``, ``epoch_step_ms_max`` (of the
       slowest rank) and ``epoch_samples_per_s``
 
-    They go to every logger and to ``trainer.callback_metrics``; the latter after each step in a single process, and
-    after each logged step where several have to agree on the maximum.
+    They go to every logger, together with ``epoch`` as Lightning logs it, and to ``trainer.callback_metrics``; the
+    latter after each step in a single process, and after each logged step where several have to agree on the maximum.
 
     On CUDA, time is taken by pairs of events that are read once the device has passed them, so nothing waits for the
     device within an epoch; a step is then logged a few steps later, under its own step number. On other devices it is
@@ -70,7 +72,8 @@ class MemoryMonitor(Callback):
     Raises:
         MisconfigurationException:
             If ``batch_size_fn`` is not callable, ``trace_every_n_steps`` is not a whole number from 0 on, or it asks
-            for traces while the Trainer runs the PyTorch profiler.
+            for traces while the Trainer runs the PyTorch profiler. In training, if ``batch_size_fn`` returns something
+            that is no number of samples.
 
     Example::
 
@@ -165,7 +168,7 @@ class MemoryMonitor(Callback):
         metrics = _as_tensors(self._epoch.compute(trainer))
         trainer.callback_metrics.update(metrics)
         # As for Lightning's own epoch metrics: the step of the last optimizer step.
-        trainer._logger_connector.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+        _log(trainer, metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -186,7 +189,7 @@ class MemoryMonitor(Callback):
 
     def _batch_size(self, batch: Any) -> float:
         if self.batch_size_fn is not None:
-            return float(self.batch_size_fn(batch))
+            return _checked_size(self.batch_size_fn(batch))
         try:
             return float(extract_batch_size(batch))
         except MisconfigurationException:
@@ -235,7 +238,7 @@ class MemoryMonitor(Callback):
             if step.shown:
                 trainer.callback_metrics.update(metrics)
             if step.logged:
-                trainer._logger_connector.log_metrics(metrics, step=step.number)
+                _log(trainer, metrics, step=step.number)
 
     def _abandon(self) -> None:
         if self._gauge is not None:
@@ -442,6 +445,33 @@ def _reduce(trainer: Trainer, values: list[float], operation: str) -> list[float
     local = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     reduced = torch.as_tensor(trainer.strategy.reduce(local, reduce_op=operation))
     return [float(value) for value in reduced.tolist()]
+
+
+def _log(trainer: Trainer, metrics: dict[str, torch.Tensor], step: int) -> None:
+    """Give the metrics to all loggers under ``step``, together with ``epoch`` as Lightning gives it with its own.
+
+    The logger connector leaves ``epoch`` out where the step is given, and would keep it as a metric if it were passed.
+    """
+    if not trainer.loggers:
+        return
+    trainer._logger_connector._logged_metrics.update(metrics)
+    scalars: dict[str, float] = {name: value.item() for name, value in metrics.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics({**scalars, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
+
+
+def _checked_size(size: object) -> float:
+    number = math.nan
+    if not isinstance(size, (str, bytes)):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # the last from tensors of several elements
+            number = float(size)  # type: ignore[arg-type]
+    if not (math.isfinite(number) and number >= 0):
+        raise MisconfigurationException(
+            "`MemoryMonitor(batch_size_fn=...)` takes a function that returns the number of samples in a batch; it"
+            f" returned {reprlib.repr(size)} of type {type(size).__name__}."
+        )
+    return number
 
 
 def _prefixed(metrics: dict[str, float]) -> dict[str, float]:

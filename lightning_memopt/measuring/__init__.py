@@ -1,6 +1,6 @@
 """Peak memory and time of one step, on any device."""
 
-from lightning_memopt.measuring.allocation_events import AllocationRecorder
+from lightning_memopt.measuring.allocation_events import AllocationRecorder, measuring_repeatedly
 from lightning_memopt.measuring.marks import MemoryMark, mark_memory
 from lightning_memopt.measuring.process import process_memory
 from lightning_memopt.measuring.step_memory import MemoryPoint, StepMemory, measure_memory
@@ -12,5 +12,6 @@ __all__ = [
     "StepMemory",
     "mark_memory",
     "measure_memory",
+    "measuring_repeatedly",
     "process_memory",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning_memopt.measuring.marks import MarkCollector, MemoryMark, collecti
 
 __all__ = ["MemoryPoint", "StepMemory", "measure_memory"]
 
+_MIB = 2**20
 _ALLOCATOR_STATISTICS = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "synchronize")
 
 
@@ -45,6 +46,10 @@ class StepMemory:
         timeline: Bytes alive over the step, one point per allocation and free, the first at its start. Empty on
             devices whose allocator keeps the peak itself.
         marks: The moments that :func:`mark_memory` named during the step, in order, on every device.
+
+    Example:
+        >>> print(StepMemory(peak_bytes=3 * 2**20, start_bytes=2**20, end_bytes=2**21, step_ms=1.25, device="cpu"))
+        peak 3.0 MiB (2.0 MiB above the start), end 2.0 MiB, 1.2 ms on cpu
     """
 
     peak_bytes: int
@@ -52,14 +57,21 @@ class StepMemory:
     end_bytes: int
     step_ms: float
     device: str
-    timeline: tuple[MemoryPoint, ...] = ()
-    marks: tuple[MemoryMark, ...] = ()
+    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # thousands of points
+    marks: tuple[MemoryMark, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"peak {self.peak_bytes / _MIB:.1f} MiB ({(self.peak_bytes - self.start_bytes) / _MIB:.1f} MiB above the "
+            f"start), end {self.end_bytes / _MIB:.1f} MiB, {self.step_ms:.1f} ms on {self.device}"
+        )
 
 
 def measure_memory(step: Callable[[], object], *, device: torch.device | str | None = None) -> StepMemory:
     """Run ``step`` once and return its peak memory in bytes and its time in ms.
 
     What the step returns is dropped; what it changes (gradients, buffers, optimizer and neuron state) stays changed.
+    Everything alive on the device counts, other models of this process too: compare ``peak_bytes - start_bytes``.
 
     On CUDA, and on other devices whose allocator keeps statistics, the allocator is asked; its peak statistics are
     reset, which other readers of ``max_memory_allocated`` will notice. On the CPU the allocation events of the
