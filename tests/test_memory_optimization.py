@@ -444,6 +444,17 @@ def test_a_dry_run_saves_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.rglob(PLAN_FILE)) == []
 
 
+def test_a_plan_in_the_working_directory_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(PLAN_FILE).write_text("kept by hand")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[MemoryOptimization(verbose=False)],
+    )  # fmt: skip
+    trainer.fit(SpikingConv(), training_data())
+    assert Path(PLAN_FILE).read_text() == "kept by hand"
+
+
 def test_a_log_directory_that_cannot_be_written_costs_no_training(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.touch()
@@ -764,6 +775,7 @@ def test_a_class_and_a_plan_file_can_come_from_a_yaml_file(tmp_path: Path, monke
     cli = run_cli(tmp_path, monkeypatch, {"targets": "tests.digits_training.SpikingBlock"})
     assert callback_of(cli).targets is SpikingBlock
     (tmp_path / "config.yaml").unlink()
+    callback_of(cli).plan.save(tmp_path / PLAN_FILE)
     again = run_cli(tmp_path, monkeypatch, {"plan": str(tmp_path / PLAN_FILE)})
     assert callback_of(again).plan.digest() == callback_of(cli).plan.digest()
 

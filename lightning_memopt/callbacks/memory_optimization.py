@@ -262,8 +262,10 @@ class MemoryOptimization(Callback):
             return
         if self.verbose:
             get_console().print(plan.table())
-        # Without a logger the log directory is the working directory, where a plan may lie that someone means to keep.
-        if directory is None or trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
+        if directory is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if not trainer.loggers and Path(directory).resolve() == Path.cwd():
+            # Nobody chose this place, and a plan may lie there that someone means to keep.
             return
         path = Path(directory) / PLAN_FILE
         try:

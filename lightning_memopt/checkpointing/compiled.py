@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_memopt.checkpointing.compressors import (
@@ -31,6 +31,7 @@ from lightning_memopt.checkpointing.compressors import (
     Uint8SpikeCompressor,
     require_fit,
 )
+from lightning_memopt.checkpointing.state import StateBefore
 
 _COMPILED: dict[str, SpikeCompressor] = {
     "bit": BitSpikeCompressor(),
@@ -100,9 +101,14 @@ def compiled_region(
     kwargs: dict[str, Any],
     compressor: SpikeCompressor | None,
     compressed_args: tuple[int | str, ...] | None,
+    modules: Callable[[], list[nn.Module]],
     label: str = "a checkpointed function",
 ) -> Any:
-    """Trace one region. Without ``compressed_args`` the first tensor argument is the one to be packed."""
+    """Trace one region. Without ``compressed_args`` the first tensor argument is the one to be packed.
+
+    ``modules`` returns those whose state the region may touch; it is asked only where the compiler gives up.
+    """
+    function = _or_eager(function, modules)
     _allow_state_in_regions(True)
     try:
         name = _NAMES.get(type(compressor)) if compressor is not None else None
@@ -125,6 +131,40 @@ def compiled_region(
         return torch_checkpoint(unpacked, token, data, *others, use_reentrant=False, **kwargs)
     finally:
         _allow_state_in_regions(False)
+
+
+def _or_eager(function: Callable[..., Any], modules: Callable[[], list[nn.Module]]) -> Callable[..., Any]:
+    """``function`` as it is while it is traced; with its state looked after where the compiler breaks the graph.
+
+    The compiler then runs the checkpoint, which it was about to trace, as ordinary Python: forward first, later the
+    recomputation.
+    """
+    memory: list[tuple[StateBefore, list[Tensor]]] = []
+
+    def traced_or_eager(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _run_eagerly(memory, modules, function, args, kwargs)
+
+    return traced_or_eager
+
+
+def _run_eagerly(
+    memory: list[tuple[StateBefore, list[Tensor]]],
+    modules: Callable[[], list[nn.Module]],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    if memory:
+        before, tensors = memory[0]
+        with before.recomputing(tensors):
+            return function(*args, **kwargs)
+    before = StateBefore()
+    before.note(modules())
+    result = function(*args, **kwargs)
+    memory.append((before, before.settle()))
+    return result
 
 
 def _packed_position(args: tuple[Any, ...], compressed_args: tuple[int | str, ...] | None) -> int | None:

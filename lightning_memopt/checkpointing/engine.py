@@ -77,7 +77,7 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return compiled_region(function, args, kwargs, compressor, None)
+        return compiled_region(function, args, kwargs, compressor, None, lambda: modules_of(function, args, kwargs))
     label = getattr(function, "__qualname__", None) or type(function).__qualname__
     modules = modules_of(function, args, kwargs)
     region = Region(_function_facts(function, modules), compressor, label=label)

@@ -280,7 +280,10 @@ def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, r
 def _run_once(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:
     config = region.config
     if torch.compiler.is_compiling():
-        return compiled_region(plain, args, kwargs, config.compressor, config.compressed_args, _label(module, config))
+        label = _label(module, config)
+        return compiled_region(
+            plain, args, kwargs, config.compressor, config.compressed_args, lambda: list(module.modules()), label
+        )
     treated = Region(region.facts, config.compressor, config.compressed_args, _label(module, config))
     return run_region(plain, args, kwargs, treated, list(module.modules()))
 

@@ -307,7 +307,9 @@ class StateBefore:
                 # A constant: its copy stands for it, whatever happens to it before the backward pass.
                 shadow = learned.shadows[name] = _ShadowCopy(weakref.ref(slot.tensor), slot.version, slot.copy)
                 slot.store.contents[slot.key] = slot.copy
-                self._constant[id(slot.copy)] = shadow
+                # Statistics that are constant now may be written in training before the backward, without a version.
+                if not isinstance(slot.store.owner, _NormBase):
+                    self._constant[id(slot.copy)] = shadow
             learned.known.add(name)
         self._slots = []
         self._kept = self._detach_tensors()

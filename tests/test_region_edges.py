@@ -1,0 +1,440 @@
+"""State and calls at the edges of what a region meets: each trains as the plain module does, or is refused in words."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.checkpointing import BitSpikeCompressor, checkpoint_module, is_checkpointed
+from tests.equality import assert_optimized_equals_plain, call
+from tests.zoo import C, N, Net, T
+
+
+class Block(nn.Module):
+    """Two layers; `between` sits between them and may remember whatever it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(C, C)
+        self.second = nn.Linear(C, C)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x).tanh()))
+
+
+class BornInTheCall(Block):
+    def between(self, h: Tensor) -> Tensor:
+        if not hasattr(self, "v"):
+            self.v = torch.zeros(C)
+        self.v = self.v * 0.5 + h.detach().mean(0)
+        return h * (1 + self.v)
+
+
+class ClassDefault(nn.Module):
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return (x * self.steps).tanh()
+
+
+class BufferBornInTheCall(Block):
+    def between(self, h: Tensor) -> Tensor:
+        if not self._buffers:
+            self.register_buffer("mean", torch.zeros(C))
+        self.mean = self.mean * 0.9 + h.detach().mean(0)
+        return h * (1 + self.mean)
+
+
+class NormUnfrozenLate(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(C)
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        self.norm.train(self.calls >= 3)
+        return self.norm(h)
+
+
+class LateWriteThroughData(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(C))
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= 3:
+            self.mean.data.mul_(0.9).add_(h.detach().mean(0))
+        return h * (1 + self.mean)
+
+
+class CodebookAsParameter(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(C), requires_grad=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.code = nn.Parameter(self.code * 0.9 + h.detach().mean(0), requires_grad=False)
+        return h * (1 + self.code)
+
+
+class CodebookInPlace(CodebookAsParameter):
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.code.mul_(0.9).add_(h.mean(0))
+        return h * (1 + self.code.clone())
+
+
+class SharedBuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("clock", torch.zeros(()))
+        self.second.register_buffer("clock", self.clock)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.clock.add_(1.0)
+        return h * self.second.clock.clone()
+
+
+class OwnNumpyGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+        self.old = np.random.RandomState(0)
+        self.dice = random.Random(0)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * float(self.rng.random() + self.old.rand() + self.dice.random())
+
+
+class CountsInACounter(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter: collections.Counter[str] = collections.Counter()
+        self.recent = collections.OrderedDict(a=1.0, b=2.0, c=3.0)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.counter.update("a")
+        self.recent.move_to_end(next(iter(self.recent)))
+        return h * self.counter["a"] * next(iter(self.recent.values()))
+
+
+class Namespace(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ns = types.SimpleNamespace(value=0.0)
+        self.log = collections.UserList()
+
+    def between(self, h: Tensor) -> Tensor:
+        self.ns.value += 1.0
+        self.log.append(1)
+        return h * self.ns.value * len(self.log)
+
+
+class SmallStateResetInPlace(Block):
+    """Replaced at each call, and in some calls changed in place before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Any = torch.zeros(C)
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.v.zero_()
+        self.v = self.v * 0.5 + h.detach().mean(0)
+        return h * (1 + self.v)
+
+
+class GradientInside(Block):
+    """A force field: the gradient of an inner energy, taken inside forward, with a counter before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        energy = (h.pow(3) * self.calls).sum()
+        return torch.autograd.grad(energy, h, create_graph=True)[0]
+
+
+class SparseAdjacency(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(C).to_sparse())
+
+    def between(self, h: Tensor) -> Tensor:
+        return torch.sparse.mm(self.adjacency, h.T).T
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    cls.__name__: cls
+    for cls in (
+        *(BornInTheCall, ClassDefault, BufferBornInTheCall, NormUnfrozenLate, LateWriteThroughData),
+        *(CodebookAsParameter, CodebookInPlace, SharedBuffer, OwnNumpyGenerator, CountsInACounter, Namespace),
+        *(SmallStateResetInPlace, GradientInside),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_unchanged(kind: str) -> None:
+    assert_optimized_equals_plain(
+        lambda: Net(KINDS[kind]()),
+        lambda model: checkpoint_module(model.block),
+        lambda: call(torch.randn(T * N, C, requires_grad=True)),
+        steps=6,
+    )
+
+
+def test_a_sparse_buffer_in_a_region_trains_as_without() -> None:
+    torch.manual_seed(0)
+    plain = SparseAdjacency()
+    treated = checkpoint_module(copy.deepcopy(plain), compressor=BitSpikeCompressor())
+    x = torch.randn(N, C)
+    for model in (plain, treated):
+        model(x).sum().backward()
+    for a, b in zip(plain.parameters(), treated.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_an_eval_forward_and_a_training_forward_before_one_backward() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh())
+    treated = checkpoint_module(copy.deepcopy(plain))
+    x = torch.randn(N, C)
+    # Plain, the statistics would be overwritten under the graph of the eval forward: each takes its own backward.
+    plain.eval()
+    plain(x).sum().backward()
+    plain.train()
+    plain(x + 1).sum().backward()
+    treated.eval()
+    clean = treated(x)
+    treated.train()
+    (treated(x + 1).sum() + clean.sum()).backward()
+    assert torch.equal(plain[1].running_mean, treated[1].running_mean)
+    for a, b in zip(plain.parameters(), treated.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Linear(C, C)
+        self.critic = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x.detach()).tanh(), self.critic(x.detach()).tanh()
+
+
+@pytest.mark.parametrize("compressor", [None, BitSpikeCompressor()])
+def test_two_outputs_may_have_a_backward_each(compressor: BitSpikeCompressor | None) -> None:
+    torch.manual_seed(0)
+    plain = Heads()
+    treated = checkpoint_module(copy.deepcopy(plain), compressor=compressor)
+    x = torch.randint(0, 2, (N, C)).float()
+    for model in (plain, treated):
+        first, second = model(x)
+        first.sum().backward()
+        second.sum().backward()
+    assert torch.equal(plain.actor.weight.grad, treated.actor.weight.grad)
+    assert torch.equal(plain.critic.weight.grad, treated.critic.weight.grad)
+
+
+def test_functional_call_gives_the_gradients_of_the_parameters_it_was_given() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(C, C), nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)))
+    treated = copy.deepcopy(plain)
+    checkpoint_module(treated[1])
+    x = torch.randn(N, C)
+    gradients = []
+    for model in (plain, treated):
+        given = {k: (v.detach() * 1.5).requires_grad_() for k, v in model.named_parameters()}
+        loss = torch.func.functional_call(model, given, (x,)).sum()
+        gradients.append(torch.autograd.grad(loss, list(given.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_transforms_of_torch_func_run_through_a_region() -> None:
+    torch.manual_seed(0)
+    layer = checkpoint_module(nn.Linear(C, C))
+    x = torch.randn(N, C)
+    per_sample = torch.func.vmap(torch.func.grad(lambda sample: layer(sample).tanh().sum()))(x)
+    x_leaf = x.clone().requires_grad_()
+    layer(x_leaf).tanh().sum().backward()
+    torch.testing.assert_close(per_sample, x_leaf.grad)
+
+
+def test_weights_changed_between_forward_and_backward_are_an_error() -> None:
+    block = checkpoint_module(nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)))
+    loss = block(torch.randn(N, C)).sum()
+    with torch.no_grad():
+        block[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place after a checkpointed region"):
+        loss.backward()
+
+
+class TakesContext(Block):
+    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
+        context.calls += 1
+        context.v = context.v * 0.5 + x.detach().mean(0)
+        return self.second((self.first(x) * context.v * context.calls).tanh())
+
+
+class Context:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.v = torch.ones(C)
+
+
+def test_an_object_passed_as_an_argument_steps_once() -> None:
+    torch.manual_seed(0)
+    plain = TakesContext()
+    treated = checkpoint_module(copy.deepcopy(plain))
+    contexts = [Context(), Context()]
+    for _ in range(3):
+        x = torch.randn(N, C)
+        for model, context in zip((plain, treated), contexts, strict=True):
+            model.zero_grad()
+            model(x, context).sum().backward()
+        assert torch.equal(plain.first.weight.grad, treated.first.weight.grad)
+    assert contexts[0].calls == contexts[1].calls == 3
+    assert torch.equal(contexts[0].v, contexts[1].v)
+
+
+def test_two_threads_train_two_models_without_disturbing_each_other() -> None:
+    found: dict[int, Any] = {}
+
+    def train(model: nn.Module) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(20):
+            model(torch.randn(N, C, generator=generator)).pow(2).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return BornInTheCall()
+
+    expected = [train(make(seed)) for seed in (0, 1)]
+    models = [checkpoint_module(make(0)), make(1)]
+    threads = [
+        threading.Thread(target=lambda i=i: found.__setitem__(i, train(models[i])))  # type: ignore[misc]
+        for i in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in (0, 1):
+        assert i in found, "the thread failed"
+        assert all(torch.equal(a, b) for a, b in zip(expected[i], found[i], strict=True))
+
+
+class RefusesSubclasses(nn.Module):
+    def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+class Tagged(RefusesSubclasses, tag="x"):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_class_that_allows_no_subclass_is_refused_and_left_alone() -> None:
+    module = Tagged()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="cannot change Tagged: its class allows no subclass"):
+            checkpoint_module(module)
+        assert not is_checkpointed(module)
+        assert type(module) is Tagged
+
+
+class Strict(nn.Linear):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise AttributeError("no")
+        super().__setattr__(name, value)
+
+
+def test_a_module_with_its_own_setattr_can_be_treated() -> None:
+    module = Strict(C, C)
+    assert is_checkpointed(checkpoint_module(module))
+
+
+@pytest.mark.parametrize(
+    "spikes",
+    [
+        torch.ones(64, 8, 2)[..., 0],
+        torch.ones(40, 30)[:, ::2],
+        torch.ones(200, 3)[:, 1],
+        torch.ones(3, 4).T[1:],
+    ],
+)
+def test_strided_inputs_are_packed(spikes: Tensor) -> None:
+    compressed = BitSpikeCompressor().compress_checked(spikes)
+    assert compressed.fits.item()
+    back = BitSpikeCompressor().decompress(compressed.payload)
+    assert torch.equal(back, spikes)
+    assert back.stride() == spikes.stride()
+
+
+class Vocabulary(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = {f"word {i}": i for i in range(50_000)}
+
+
+def test_a_large_dictionary_is_not_walked_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_memopt.checkpointing import stores
+
+    looked = []
+    original = stores._nested_stores
+    monkeypatch.setattr(stores, "_nested_stores", lambda *args: looked.append(args[1]) or original(*args))
+    checkpoint_module(Vocabulary())(torch.randn(N, C)).sum().backward()
+    assert len(looked) < 100
+
+
+class Broken(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.norm = nn.BatchNorm1d(C)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return self.norm(h)
+
+
+def test_a_graph_break_inside_a_region_does_not_step_its_state_twice() -> None:
+    torch.manual_seed(0)
+    plain = Broken()
+    treated = checkpoint_module(copy.deepcopy(plain))
+    compiled = torch.compile(treated, backend="eager")
+    for _ in range(3):
+        x = torch.randn(N, C)
+        for model in (plain, compiled):
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        assert torch.equal(plain.first.weight.grad, treated.first.weight.grad)
+    assert treated.calls == 3
+    assert treated.norm.num_batches_tracked == 3
+    assert torch.equal(plain.norm.running_mean, treated.norm.running_mean)
