@@ -146,11 +146,10 @@ class Store:
     def entries(self) -> Iterable[tuple[Any, Any]]:
         """Keys and values that are looked at one by one."""
         contents = self.contents
-        if not isinstance(contents, (dict, list)) or len(contents) > _LARGE_CONTAINER:
-            return ()
-        if _is_random(self.place):
-            return ()
-        return contents.items() if isinstance(contents, dict) else enumerate(contents)
+        if type(contents) is dict:
+            # NumPy's generators give their state as a dict, too.
+            return () if len(contents) > _LARGE_CONTAINER or "bit_generator" in contents else contents.items()
+        return enumerate(contents) if type(contents) is list and len(contents) <= _LARGE_CONTAINER else ()
 
 
 _PARAMETERS = ("parameters",)
@@ -274,9 +273,9 @@ def _is_array(value: Any) -> bool:
 
 def _is_random(value: Any) -> bool:
     """A random generator of torch, Python or NumPy that belongs to a module."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
     cls = type(value)
+    if cls is torch.Generator or issubclass(cls, random.Random):
+        return True
     return cls.__module__.startswith("numpy.random") and cls.__name__ in ("Generator", "RandomState")
 
 
