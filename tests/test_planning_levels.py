@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,45 @@ class TestLevelZero:
         assert optimize_memory(model, SpikingBlock, level=0) is model
         assert applied_plan(model) is None
         unchanged.check()
+
+
+class TestSettingsWithoutEffect:
+    """One warning each, where a setting does nothing or a level lacks one."""
+
+    def warned(self, **options: Any) -> list[str]:
+        model = nn.Sequential(SpikingBlock(), SpikingBlock())
+        step = loss_from_rest(spikes())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimize_memory(model, None, step, **options)
+            optimize_memory(model, None, step, **options)  # nothing left to do, nothing left to say
+        assert all(warning.filename == __file__ for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"level": 0, "split_fn": noisy_parts}, []),
+            ({"level": 1}, []),
+            ({"level": 1, "split_fn": split_deep_block}, ["split_fn has no effect at level 1"]),
+            ({"level": 1, "can_chunk": is_if_neuron}, ["can_chunk has no effect at level 1"]),
+            ({"level": 2}, ["level 2 splits no region without split_fn"]),
+            (
+                {"level": 2, "split_fn": split_deep_block, "can_chunk": is_if_neuron},
+                ["can_chunk has no effect at level 2"],
+            ),
+            (
+                {"level": 3},
+                ["level 3 splits no region without split_fn", "level 3 cuts no region along time without can_chunk"],
+            ),
+            ({"level": 4, "split_fn": split_deep_block, "can_chunk": is_if_neuron}, []),
+        ],
+    )
+    def test_it_is_said_once(self, options: dict[str, Any], expected: list[str]) -> None:
+        said = self.warned(**options)
+        assert len(said) == len(expected)
+        for message, start in zip(said, expected, strict=True):
+            assert message.startswith(start)
 
 
 class TestLevelOne:
@@ -498,6 +538,23 @@ class TestHigherLevels:
         assert recomputed(model) == ["0", "1"]
         assert all(trial.outcome != "kept" for trial in plan_of(model).trials)
 
+    def test_what_level_two_measured_is_not_measured_again_by_level_three(self) -> None:
+        class Pair(nn.Sequential):
+            """Splitting never helps: the parts keep as much as the whole."""
+
+        def run(level: Any) -> tuple[Plan, int]:
+            model = nn.Sequential(*(Pair(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
+            counter = Counter(lambda m: m(batch))
+            options: Any = {"level": level, "split_fn": lambda m: tuple(m.children()), "can_chunk": lambda m: False}
+            optimize_memory(model, Pair, counter, **options)
+            return plan_of(model), counter.backward
+
+        batch = torch.rand(64, 64)
+        (two, steps_of_two), (three, steps_of_three) = run(2), run(3)
+        assert steps_of_two > 2
+        assert steps_of_three == steps_of_two == three.search_passes == two.search_passes
+        assert [trial.action for trial in three.trials] == [trial.action for trial in two.trials]
+
     def test_nothing_is_split_without_split_fn_and_nothing_cut_without_can_chunk(self) -> None:
         counter = Counter(loss_from_rest(spikes()))
         model = optimize_memory(self.deep(), None, counter, level=3)
@@ -556,7 +613,7 @@ class TestHigherLevels:
         model.blocks = nn.ModuleList(model.blocks)  # type: ignore[assignment]
         optimize_memory(model, (nn.Sequential, SpikingBlock), loss_from_rest(spikes(4, 32, 512)), level=4)
         assert recomputed(model) == ["blocks.1"]
-        assert "its checkpoint was removed" in region(model, "blocks.0").reason
+        assert "removed: the peak does not need it" in region(model, "blocks.0").reason
 
     def test_removals_are_tried_most_expensive_first(self) -> None:
         model = Widths(64, 256, 16, 64)

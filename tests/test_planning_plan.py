@@ -105,8 +105,10 @@ class TestFiles:
             Plan.from_json(text)
 
     def test_a_missing_file_is_a_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileNotFoundError, match=r"no plan file '.*none.json'.*applied_plan\(model\).save"):
             Plan.load(tmp_path / "none.json")
+        with pytest.raises(FileNotFoundError, match=r"no plan file 'none.json'"):
+            apply_plan(nn.Sequential(SpikingBlock()), "none.json")
 
 
 regions = st.builds(
@@ -202,6 +204,73 @@ class TestTable:
         assert "16.0" in text
         assert "0.016" in text
         assert "recompute, 1-bit inputs" in text
+
+    def test_sizes_below_the_last_digit_are_no_zero_and_in_no_scientific_notation(self) -> None:
+        text = printed(Plan(regions=(RegionPlan("0", "Linear", "recompute", "why", input_bytes=32),)))
+        assert "<0.001" in text
+        assert "e-0" not in text
+
+    def test_equal_regions_in_a_row_share_a_row(self) -> None:
+        alike = [RegionPlan(f"blocks.{i}", "Block", "recompute", "same", input_bytes=2**20) for i in range(4)]
+        other = dataclasses.replace(alike[0], path="blocks.4", input_bytes=2**21)
+        pair = [RegionPlan(f"heads.{i}", "Head", "keep", "same") for i in range(2)]
+        text = printed(Plan(regions=(*alike, other, *pair)))
+        assert "blocks.0 ... blocks.3 (4)" in text
+        assert "blocks.1" not in text
+        assert all(path in text for path in ("blocks.4", "heads.0", "heads.1", "5 of 7 recomputed"))
+
+    def test_regions_with_further_names_are_not_folded_away(self) -> None:
+        plan = Plan(regions=tuple(RegionPlan(f"b.{i}", "B", "keep", "why", aliases=(f"a.{i}",)) for i in range(3)))
+        assert all(f"= a.{i}" in printed(plan) for i in range(3))
+
+    def test_level_one_says_what_is_not_known_and_what_is(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+        optimize_memory(model, nn.Linear, lambda m: m(spikes()), checkpoint_budget="balanced")
+        plan = applied_plan(model)
+        assert plan is not None
+        text = " ".join(printed(plan).split())
+        assert "75% of the forward FLOPs are recomputed" in text
+        assert "not measured at level 1: use level 2, or MemoryMonitor" in text
+
+    def test_flops_outside_of_all_regions_count_in_the_share(self) -> None:
+        model = nn.Sequential(SpikingBlock(), nn.Linear(64, 64))
+        optimize_memory(model, SpikingBlock, loss_from_rest(spikes()))
+        plan = applied_plan(model)
+        assert plan is not None
+        assert plan.forward_flops == 2 * plan.regions[0].forward_flops > 0
+
+    @pytest.mark.parametrize(
+        ("outcomes", "expected"),
+        [
+            ([], "no split, time cut or removal was tried"),
+            ([("split 0", "undone"), ("run 0", "undone")], "tried 1 split, 1 time cut: none lowered the peak"),
+            (
+                [("split 0", "kept"), ("split 1", "undone"), ("run 0", "undone")],
+                "tried 2 splits (1 kept), 1 time cut",
+            ),
+            ([("split 0", "undone"), ("remove 0", "kept")], "1 split: none lowered the peak; tried 1 removal (1 kept)"),
+            ([("remove 0", "not tried")], "no split, time cut or removal was tried"),
+        ],
+    )
+    def test_the_caption_counts_what_was_tried(self, outcomes: list[tuple[Any, Any]], expected: str) -> None:
+        trials = tuple(Trial(2, action, ("0",), outcome) for action, outcome in outcomes)
+        region = RegionPlan("0", "Linear", "recompute", "why")
+        text = printed(Plan(regions=(region,), level=4, trials=trials, search_passes=2))
+        assert expected in " ".join(text.split())
+
+    @pytest.mark.parametrize("width", [1, 10, 20, 40, 60])
+    def test_it_can_be_printed_on_narrow_consoles(self, searched: tuple[nn.Module, Plan], width: int) -> None:
+        console = Console(width=width)
+        with console.capture() as capture:
+            console.print(searched[1].table())
+        assert capture.get().strip() or width == 1
+
+    def test_a_printed_plan_is_one_short_line(self, searched: tuple[nn.Module, Plan]) -> None:
+        plan = searched[1]
+        text = str(plan)
+        assert len(text) < 120
+        assert text.startswith(f"Plan(level 4, {len(plan.recomputed)} of {len(plan.regions)} regions recomputed, peak ")
+        assert str(Plan(regions=())) == "Plan(level 1, 0 of 0 regions recomputed, peak not measured)"
 
     def test_names_with_brackets_are_printed_as_they_are(self) -> None:
         plan = Plan(regions=(RegionPlan("blocks[red]", "Linear", "keep", "why [bold]"),))

@@ -133,6 +133,7 @@ def disagree(rank: int, how: str) -> list[Any]:
     options: dict[str, Any] = {
         "arguments": {"level": 1, "checkpoint_budget": "speed" if rank == 0 else "memory"},
         "bad argument": {"level": 1 if rank == 0 else 9},
+        "level 0": {"level": 0 if rank == 0 else 2},
         "model": {"level": 1},
     }[how]
     if how == "model" and rank == 1:
@@ -141,6 +142,15 @@ def disagree(rank: int, how: str) -> list[Any]:
     outcome = outcome_of(lambda: optimize_memory(model, None, step, **options))
     unchanged.check()
     return list(outcome)
+
+
+def level_zero(rank: int) -> list[Any]:
+    """Ranks that change nothing need agree on nothing else."""
+    model = blocks(count=2 + rank)
+    unchanged = Unchanged(model)
+    result = optimize_memory(model, SpikingBlock if rank else DeepSpikingBlock, level=0)
+    unchanged.check()
+    return [result is model, applied_plan(model) is None]
 
 
 def plan_in_a_subgroup(rank: int) -> list[Any]:
@@ -185,6 +195,8 @@ JOBS: dict[str, Callable[[int], Any]] = {
     "progress": fail_between_exchanges,
     "arguments": functools.partial(disagree, how="arguments"),
     "bad argument": functools.partial(disagree, how="bad argument"),
+    "level 0": functools.partial(disagree, how="level 0"),
+    "level 0 on all": level_zero,
     "model": functools.partial(disagree, how="model"),
     "subgroup": plan_in_a_subgroup,
 }
@@ -264,6 +276,13 @@ def test_different_arguments_are_an_error_on_all_ranks(ranks: list[dict[str, Any
     for result in ranks:
         assert result["arguments"][0] == "RuntimeError"
         assert "The ranks disagree while comparing the arguments" in result["arguments"][1]
+
+
+def test_level_zero_on_one_rank_alone_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        assert result["level 0"][0] == "RuntimeError"
+        assert "The ranks disagree while comparing the arguments: rank 0 has ('level 0',)" in result["level 0"][1]
+        assert result["level 0 on all"] == [True, True]
 
 
 def test_a_bad_argument_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:

@@ -116,7 +116,12 @@ class TestWithoutTargets:
         model = Wrapper(big=linear_relu(64, 64, 64, 64), tiny=linear_relu(2, 2), other=linear_relu(64, 64, 64))
         found = find_targets(model)
         assert [region.path for region in found.regions] == ["big", "other"]
-        assert "largest children" in found.reason
+        assert found.reason == "no repeated blocks and no neurons; the largest children: 2 Sequential"
+
+    def test_a_single_block_with_a_neuron_is_not_said_to_have_none(self) -> None:
+        found = find_targets(nn.Sequential(SpikingBlock(), nn.Conv1d(4, 4, 3)))
+        assert [region.path for region in found.regions] == ["0"]
+        assert found.reason == "no repeated blocks; the largest children: 1 SpikingBlock"
 
     def test_a_single_layer_has_no_regions_and_the_error_says_what_to_do(self) -> None:
         with pytest.raises(ValueError, match=r"Linear has no child modules.*Name the classes"):
@@ -174,6 +179,10 @@ class TestWithTargets:
     def test_anything_but_module_classes_is_a_type_error(self, targets: object) -> None:
         with pytest.raises(TypeError, match=r"targets must be a torch.nn.Module class"):
             find_targets(SpikingBlock(), targets)  # type: ignore[arg-type]
+
+    def test_a_tensor_given_as_targets_is_not_printed(self) -> None:
+        with pytest.raises(TypeError, match=r"found an instance of Tensor\.$"):
+            find_targets(SpikingBlock(), torch.zeros(1000))  # type: ignore[arg-type]
 
     def test_an_empty_sequence_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="targets is empty"):

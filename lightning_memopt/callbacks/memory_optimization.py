@@ -7,7 +7,7 @@ Trains the same model, to the same weights, in less memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -94,7 +94,7 @@ class MemoryOptimization(Callback):
         level: Level = 1,
         checkpoint_budget: CheckpointBudget = "memory",
         compress: bool = True,
-        split_fn: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        split_fn: Callable[[nn.Module], Any] | None = None,
         can_chunk: Callable[[nn.Module], bool] | None = None,
         process_group: ProcessGroup | None = None,
         plan: str | Path | None = None,

@@ -18,7 +18,7 @@ from lightning_memopt.checkpointing.module import (
     unwrap_module,
 )
 from lightning_memopt.checkpointing.region import RegionConfig
-from lightning_memopt.checkpointing.state import StateSnapshot, restore_snapshot, take_snapshot
+from lightning_memopt.checkpointing.state import StateSnapshot, learn_parameters, restore_snapshot, take_snapshot
 from lightning_memopt.checkpointing.stores import StateAdapter, register_state_adapter
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_module",
     "is_checkpointed",
+    "learn_parameters",
     "region_config",
     "register_state_adapter",
     "restore_snapshot",

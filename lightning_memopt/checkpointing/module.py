@@ -168,6 +168,12 @@ def _check_module(module: object) -> None:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"checkpoint_module cannot change {kind}: it is a compiled ScriptModule.")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(part.buffers(), None) is not None:
+            raise TypeError(
+                f"checkpoint_module cannot change {kind}: {name} inside it is a ScriptModule with buffers, whose state "
+                "cannot be kept for the recomputation. Leave it plain, or checkpoint the parts around it."
+            )
     if "_orig_mod" in module._modules:
         raise TypeError("checkpoint_module must be applied before torch.compile, got a compiled module.")
     if "forward" in module.__dict__:

@@ -91,6 +91,24 @@ def _learned(owner: Any) -> _Learned:
     return _LEARNED[key]
 
 
+def learn_parameters(model: nn.Module, written: Iterable[Tensor]) -> None:
+    """Tell what the first calls of regions would find out by copying: which parameters of ``model`` a forward writes.
+
+    Args:
+        model: any module.
+        written: the parameters that one observed forward changed in place; all others are taken to be left alone.
+    """
+    changed = {id(parameter) for parameter in written}
+    for module in model.modules():
+        for store in parameter_store(module):
+            learned = _learned(module)
+            for key, parameter in store.contents.items():
+                if parameter is not None:
+                    learned.known.add((*store.name, key))
+                    if id(parameter) in changed:
+                        learned.mutated.add((*store.name, key))
+
+
 def _holds_no_memory(module: nn.Module) -> bool:
     """Layers of torch itself keep nothing between calls but running statistics, unless a hook writes to them."""
     if not type(module).__module__.startswith("torch.nn.modules."):

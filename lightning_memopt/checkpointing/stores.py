@@ -164,13 +164,17 @@ def entry(contents: Any, key: Any) -> Any:
 
 def parameter_store(module: nn.Module) -> list[Store]:
     """The parameters of ``module`` as objects: ``functional_call`` and moving averages exchange them."""
-    return [Store(module, _PARAMETERS, module._parameters)] if module._parameters else []
+    if not isinstance(module._parameters, dict) or not module._parameters:  # TorchScript has a wrapper here
+        return []
+    return [Store(module, _PARAMETERS, module._parameters)]
 
 
 def stores_of(module: nn.Module) -> list[Store]:
     """Every place where ``module`` itself (not its children) may remember something, empty ones included."""
     attributes = Store(module, (), _Attributes(module))
-    stores = [*parameter_store(module), Store(module, ("buffers",), module._buffers), attributes]
+    stores = [*parameter_store(module), attributes]
+    if isinstance(module._buffers, dict):
+        stores.append(Store(module, ("buffers",), module._buffers))
     seen = {id(module._buffers), id(module._parameters)}
     for name, value in attributes.entries():
         _nested_stores(module, (name,), value, seen, stores)

@@ -69,7 +69,7 @@ def apply_plan(model: M, plan: Plan | str | os.PathLike[str]) -> M:
         plan: a plan, or the path of a file that :meth:`Plan.save` wrote.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such plan file; says how one is made.
         TypeError: ``plan`` is no plan and no path.
         ValueError: the file holds no valid plan, or the model has no such modules. Nothing has been changed then.
 

@@ -152,16 +152,17 @@ def _about_inputs(seen: RegionObservation, *, compress: bool) -> str:
     parts = [f"{seen.calls} calls"] if seen.calls > 1 else []
     if compress:
         for item in seen.inputs:
+            name = "input" if len(seen.inputs) == 1 else _called(item.name)
             if item.standing:
-                parts.append(f"{_called(item.name)} is held by the caller: stored without a copy")
+                parts.append(f"{name} is held by the caller anyway")
             elif item.binary and item.any_one:
-                parts.append(f"{_called(item.name)} is binary")
+                parts.append(f"{name} is binary")
             elif item.binary:
-                parts.append(f"{_called(item.name)} was all zeros, which proves nothing: not packed")
+                parts.append(f"{name} was all zeros, which proves nothing")
             elif not item.packable:
-                parts.append(f"{_called(item.name)} is no spike tensor")
+                parts.append(f"{name} is no spike tensor")
             else:
-                parts.append(f"{_called(item.name)} is not binary")
+                parts.append(f"{name} is not binary")
     return ", ".join(parts) or "can be recomputed from its inputs"
 
 

@@ -74,6 +74,11 @@ class ModelState:
         if id(parameter) not in self._protected:
             self._protected[id(parameter)] = (parameter, parameter.detach().clone())
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The parameters that a forward wrote to."""
+        return [parameter for parameter, _ in self._protected.values()]
+
     def rewind(self) -> None:
         """Return to the start of the next step: state and random numbers as noted, gradients still set aside."""
         self._put_back()

@@ -23,7 +23,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,20 +90,31 @@ class RegionObservation:
         return sum(seen.input_bytes for seen in self.inputs)
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What one forward pass showed of a model. Plain data, so that ranks can exchange it."""
+
+    regions: tuple[RegionObservation, ...]
+    flops: int
+    """Floating point operations of the whole forward pass."""
+    passes: int = 1
+    """Forward passes that it took to see it."""
+
+
 def observe(
     model: nn.Module, regions: Sequence[Region], example_forward: Callable[[nn.Module], object], state: ModelState
-) -> tuple[tuple[RegionObservation, ...], int]:
-    """Run ``example_forward(model)`` once without a graph and return what each region was given, and the passes taken.
+) -> Observed:
+    """Run ``example_forward(model)`` once without a graph and return what each region was given.
 
     A forward that takes gradients itself (a gradient penalty) cannot run without a graph and is run again with one.
     """
     try:
-        return _watched_forward(model, regions, example_forward, state, grad=False), 1
+        return _watched_forward(model, regions, example_forward, state, grad=False)
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
     state.rewind()
-    return _watched_forward(model, regions, example_forward, state, grad=True), 2
+    return replace(_watched_forward(model, regions, example_forward, state, grad=True), passes=2)
 
 
 def _watched_forward(
@@ -113,7 +124,7 @@ def _watched_forward(
     state: ModelState,
     *,
     grad: bool,
-) -> tuple[RegionObservation, ...]:
+) -> Observed:
     watch = _Watch(model, regions, state.protect)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
@@ -125,7 +136,7 @@ def _watched_forward(
         gc.collect()  # a tensor that only a reference cycle holds is not held
         watch.note_standing()
     del output
-    return watch.observations()
+    return Observed(watch.observations(), watch.flops)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -174,6 +185,7 @@ class _Watch(TorchDispatchMode):
         self._regions = regions
         self._counts = [_Count() for _ in regions]
         self._active: list[int] = []
+        self.flops = 0  # of the whole forward, regions or not
         # Address of a storage -> the storage, and the regions it was given to. A dead storage's address is not reused
         # as long as a weak reference to it is held.
         self._given: dict[int, tuple[StorageWeakRef, set[int]]] = {}
@@ -265,9 +277,12 @@ class _Watch(TorchDispatchMode):
                         self._counts[index].writes_input = True
                     else:
                         self._counts[index].input_overwritten = True
-        if self._active and not _is_view(func):
+        if _is_view(func):
+            return out
+        flops = _flops(func, args, kwargs, out)
+        self.flops += flops
+        if self._active:
             moved = sum(tensor.nbytes for tensor in _tensors((args, kwargs, out)))
-            flops = _flops(func, args, kwargs, out)
             for index in set(self._active):
                 self._counts[index].moved_bytes += moved
                 self._counts[index].flops += flops

@@ -13,13 +13,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_memopt import __version__
+from lightning_memopt.checkpointing import learn_parameters
+from lightning_memopt.measuring import measuring_repeatedly
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import (
     all_or_nothing,
@@ -37,7 +41,7 @@ from lightning_memopt.planning.candidates import (
     find_candidates,
 )
 from lightning_memopt.planning.model_state import ModelState, unchanged
-from lightning_memopt.planning.observe import RegionObservation, observe
+from lightning_memopt.planning.observe import Observed, RegionObservation, observe
 from lightning_memopt.planning.plan import Budget, Plan, RegionPlan
 from lightning_memopt.planning.regions import (
     FoundRegions,
@@ -53,7 +57,9 @@ from lightning_memopt.planning.search import Found, Progress, Search
 M = TypeVar("M", bound=nn.Module)
 Level = Literal[0, 1, 2, 3, 4]
 ExampleForward = Callable[[nn.Module], object]
-SplitFn = Callable[[nn.Module], Sequence[nn.Module]]
+# It returns a sequence of modules. The type says Any: parsers of command lines read a callable that returns modules as
+# a factory, and would offer every module class there is.
+SplitFn = Callable[[nn.Module], Any]
 CanChunk = Callable[[nn.Module], bool]
 
 
@@ -90,15 +96,22 @@ def optimize_memory(
         checkpoint_budget: share of the candidates that level 1 takes: ``speed`` 50 %, ``balanced`` 75 %, ``memory``
             100 %.
         compress: store inputs that were seen to be binary as 1 bit a value.
-        split_fn: returns at least two parts of a region, non-overlapping modules inside it, or an empty tuple.
-        can_chunk: whether a region may be run piece by piece along its first dimension.
+        split_fn: returns at least two parts of a region, non-overlapping modules inside it, or an empty tuple. Levels 2
+            and up; without it nothing is split.
+        can_chunk: whether a region may be run piece by piece along its first dimension. Levels 3 and up; without it
+            nothing is cut.
         process_group: ranks that must build the same plan, all of which call this function. None: all ranks where
-            ``torch.distributed`` is initialised.
+            ``torch.distributed`` is initialised. At level 0 they only compare their arguments.
         plan: a plan, or the path of a plan file, to apply as it is. Nothing is run, all arguments above but ``model``
             and ``process_group`` are ignored, and parameters may be on the meta device.
         progress: called as ``progress(phase, done, total)``.
 
+    Warns:
+        UserWarning: ``split_fn`` or ``can_chunk`` has no effect at this level, or a level lacks it; no region can be
+            checkpointed; the model does not fit into memory with the plan either.
+
     Raises:
+        FileNotFoundError: there is no plan file of that name.
         TypeError: an argument has the wrong type.
         ValueError: an argument has a wrong value, the model holds no such modules, is already wrapped by DDP or FSDP,
             has parameters that are lazy or on the meta device, or ``example_forward`` returned nothing with a gradient.
@@ -113,7 +126,7 @@ def optimize_memory(
         >>> [(region.path, region.treatment) for region in applied_plan(model).regions]
         [('0', 'recompute'), ('1', 'recompute'), ('2', 'keep'), ('3', 'keep')]
     """
-    if level == 0 and plan is None and type(level) is int:
+    if _changes_nothing(level, plan) and process_group is None and not _are_ranks():
         return model
     request = _Request(
         targets, example_forward, level, checkpoint_budget, compress, split_fn, can_chunk, plan, progress
@@ -121,15 +134,18 @@ def optimize_memory(
     ranks = Ranks(process_group, _device_of(model))
     done = ranks.together("checking the arguments", lambda: _check(model, request))
     ranks.same("comparing the arguments", request.described())
-    if all(done):
+    if all(done) or _changes_nothing(level, plan):
         return model
+    for setting in _without_effect(request):
+        warnings.warn(setting, stacklevel=2)
     started = time.perf_counter()
     with all_or_nothing(model), ranks.telling():
         remove_plan(model)
         if request.plan is not None:
             plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
         else:
-            with unchanged(model) as state:
+            measuring = measuring_repeatedly(_device_of(model)) if level >= 2 else nullcontext()
+            with measuring, unchanged(model) as state:
                 seen = _observe(model, request, state, ranks)
                 candidates = find_candidates(model, seen.regions, seen.observations, compress=compress)
                 plan = _plan(model, request, seen, candidates, state, ranks, started)
@@ -165,6 +181,8 @@ class _Request:
         """What must be the same on all ranks, as plain data."""
         if self.plan is not None:
             return self.key()
+        if self.level == 0:
+            return ("level 0",)
         targets = None if self.targets is None else [cls.__qualname__ for cls in target_classes(self.targets)]
         given = [name for name in ("split_fn", "can_chunk") if getattr(self, name) is not None]
         return ("search", targets, self.level, self.checkpoint_budget, self.compress, given)
@@ -176,6 +194,8 @@ class _Request:
 
 def _check(model: nn.Module, request: _Request) -> bool:
     """Refuse what cannot work, before anything changes; says whether the request is already fulfilled."""
+    if _changes_nothing(request.level, request.plan):
+        return False
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize_memory expects a torch.nn.Module, got {type(model).__name__}.")
     wrapper = _wrapper_of(model)
@@ -188,18 +208,51 @@ def _check(model: nn.Module, request: _Request) -> bool:
     return applied_request(model) == request.key()
 
 
+def _changes_nothing(level: object, plan: object) -> bool:
+    return plan is None and type(level) is int and level == 0
+
+
+def _are_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _without_effect(request: _Request) -> list[str]:
+    """In words, what was passed and does nothing, and what a level does nothing without."""
+    if request.plan is not None:
+        return []
+    level = request.level
+    told = []
+    if request.split_fn is not None and level < 2:
+        told.append(f"split_fn has no effect at level {level}: regions are split from level 2 on.")
+    if request.split_fn is None and level >= 2:
+        told.append(
+            f"level {level} splits no region without split_fn. Pass one, such as "
+            "lightning_memopt.planning.split_into_children."
+        )
+    if request.can_chunk is not None and level < 3:
+        told.append(f"can_chunk has no effect at level {level}: regions are cut along time from level 3 on.")
+    if request.can_chunk is None and level >= 3:
+        told.append(
+            f"level {level} cuts no region along time without can_chunk. Pass one, such as "
+            "lightning_memopt.planning.is_multistep_neuron."
+        )
+    return told
+
+
 def _check_search(model: nn.Module, request: _Request) -> None:
     if type(request.level) is not int or request.level not in range(5):
         raise ValueError(f"level must be 0, 1, 2, 3 or 4, found {request.level!r}.")
-    if request.checkpoint_budget not in BUDGET_SHARES:
+    if not isinstance(request.checkpoint_budget, str) or request.checkpoint_budget not in BUDGET_SHARES:
         options = ", ".join(map(repr, BUDGET_SHARES))
         raise ValueError(f"checkpoint_budget must be one of {options}, found {request.checkpoint_budget!r}.")
     if not isinstance(request.compress, bool):
         raise TypeError(f"compress must be True or False, found {request.compress!r}.")
+    if request.targets is not None:
+        target_classes(request.targets)
     for name in ("example_forward", "split_fn", "can_chunk", "progress"):
         value = getattr(request, name)
         if value is not None and not callable(value):
-            raise TypeError(f"{name} must be callable or None, found {value!r}.")
+            raise TypeError(f"{name} must be a function or None, found a {type(value).__name__}.")
     if request.example_forward is None:
         raise ValueError(
             f"level {request.level} observes one forward pass and needs example_forward, a function of the model such "
@@ -246,6 +299,7 @@ class _Seen:
     """What each region that splits is split into, by path."""
     chunkable: frozenset[str]
     observations: tuple[RegionObservation, ...] = ()
+    flops: int = 0
     passes: int = 0
 
 
@@ -256,16 +310,22 @@ def _observe(model: nn.Module, request: _Request, state: ModelState, ranks: Rank
     seen = ranks.attempt("finding the regions", lambda: _find(model, request))
     ranks.same("finding the regions", [region.path for region in seen.regions])
 
-    def work() -> tuple[tuple[RegionObservation, ...], int]:
+    def work() -> Observed:
         request.report("observing", 0, 1)
         result = observe(model, seen.regions, example_forward, state)
+        # Else the first step of a region would copy its parameters to find this out, and be measured with them.
+        learn_parameters(model, state.written)
         state.rewind()
         request.report("observing", 1, 1)
         return result
 
     reports = ranks.together("observing the model", work)
-    observations = combine([observations for observations, _ in reports])
-    return replace(seen, observations=observations, passes=max(passes for _, passes in reports))
+    return replace(
+        seen,
+        observations=combine([report.regions for report in reports]),
+        flops=max(report.flops for report in reports),
+        passes=max(report.passes for report in reports),
+    )
 
 
 def _find(model: nn.Module, request: _Request) -> _Seen:
@@ -369,6 +429,7 @@ def _plan(
         compress=request.compress,
         target_reason=seen.found.reason,
         device=device.type,
+        forward_flops=seen.flops,
         peak_bytes_before=None if found is None else found.plain.peak_bytes,
         peak_bytes_after=None if found is None else found.final.peak_bytes,
         trials=() if found is None else found.trials,
@@ -403,9 +464,9 @@ def _region_plans(
         elif path in split:
             reason = f"split into {len(seen.parts[path])} parts"
         elif path in chosen or path in parts:
-            reason = "its checkpoint was removed: the peak does not need it"
+            reason = "removed: the peak does not need it"
         else:
-            reason = f"beyond the budget: {request.checkpoint_budget} takes {len(first)} of the candidates"
+            reason = f"beyond the budget {request.checkpoint_budget!r}"
         plans.append(
             RegionPlan(
                 path=path,
@@ -446,6 +507,8 @@ def _verify(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
 
 def _nothing_to_checkpoint(targets: Sequence[Candidate]) -> str:
     reasons = "; ".join(f"{candidate.region.path} {candidate.reason}" for candidate in targets[:4])
+    if len(targets) > 4:
+        reasons += f"; and {len(targets) - 4} more"
     return f"None of the {len(targets)} regions can be checkpointed, the model stays as it is: {reasons}."
 
 

@@ -13,6 +13,7 @@ digest give the same optimized model, whatever was measured on the way to them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -127,6 +128,8 @@ class Plan:
     """How the regions were found, in words."""
     device: str = "cpu"
     """Device that the step was observed on."""
+    forward_flops: int = 0
+    """Floating point operations of one forward pass of the whole model; 0 where they were not counted."""
     peak_bytes_before: int | None = None
     """Peak of one step of the plain model; None where it was not measured (level 1) or did not fit."""
     peak_bytes_after: int | None = None
@@ -203,56 +206,117 @@ class Plan:
         """Read the plan in the file ``path``.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: there is no such plan file; says how one is made.
             ValueError: the file holds no valid plan.
         """
         path = Path(path)
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"There is no plan file {str(path)!r}. A plan file is made from an optimized model by "
+                "applied_plan(model).save(path)."
+            ) from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
+    def __str__(self) -> str:
+        said = f"level {self.level}, {len(self.recomputed)} of {len(self.regions)} regions recomputed, {self._peaks()}"
+        return f"Plan({said})"
+
     def table(self) -> Table:
-        """The plan as a rich table, one region a row, with totals at the foot. Sizes in MiB."""
+        """The plan as a rich table with totals at the foot: a row for each region, or for a run of equal ones.
+
+        Sizes in MiB. The caption says what the search tried, and what is not known because it was not measured.
+        """
         measured = any(region.saved_bytes is not None for region in self.regions)
         table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
         inputs = sum(region.input_bytes for region in self.recomputed)
         stored = sum(region.stored_bytes for region in self.recomputed)
         table.add_column("region", footer=f"{len(self.recomputed)} of {len(self.regions)} recomputed", overflow="fold")
         table.add_column("class", overflow="fold")
-        table.add_column("treatment")
+        table.add_column("treatment", overflow="fold")
         if measured:
             saved = sum(region.saved_bytes or 0 for region in self.recomputed)
-            table.add_column("kept plain", justify="right", footer=_mib(saved))
+            table.add_column("kept if plain", justify="right", footer=_mib(saved))
         table.add_column("inputs", justify="right", footer=_mib(inputs))
         table.add_column("stored", justify="right", footer=_mib(stored))
         table.add_column("why", overflow="fold")
-        for region in self.regions:
-            names = region.path + "".join(f"\n= {alias}" for alias in region.aliases)
-            recomputed = region.treatment == "recompute"
-            row = [Text(names), Text(region.class_name), Text(describe_treatment(region))]
-            if measured:
-                row.append(Text("" if region.saved_bytes is None else _mib(region.saved_bytes)))
-            row += [Text(_mib(region.input_bytes)), Text(_mib(region.stored_bytes) if recomputed else "")]
-            table.add_row(*row, Text(region.reason), style=None if recomputed else "dim")
+        for cells, run in _runs(self.regions, measured=measured):
+            style = None if run[0].treatment == "recompute" else "dim"
+            table.add_row(Text(_names(run)), *map(Text, cells), style=style)
         return table
 
     def _title(self) -> str:
         title = f"Memory plan, level {self.level}"
-        if self.peak_bytes_before is not None and self.peak_bytes_after is not None:
-            change = self.peak_bytes_after / self.peak_bytes_before - 1
-            return f"{title}: peak {_mib(self.peak_bytes_before)} -> {_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
-        if self.peak_bytes_after is not None:
-            return f"{title}: peak {_mib(self.peak_bytes_after)} MiB (the plain model does not fit)"
-        return title
+        return title if self.peak_bytes_after is None else f"{title}: {self._peaks()}"
+
+    def _peaks(self) -> str:
+        if self.peak_bytes_after is None:
+            return "peak not measured" if not self.search_passes else "does not fit into memory"
+        if self.peak_bytes_before is None:
+            return f"peak {_mib(self.peak_bytes_after)} MiB (the plain model does not fit)"
+        change = self.peak_bytes_after / self.peak_bytes_before - 1
+        return f"peak {_mib(self.peak_bytes_before)} -> {_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
 
     def _caption(self) -> str:
         parts = ["sizes in MiB"]
         if self.target_reason:
             parts.append(self.target_reason)
+        if self.forward_flops:
+            again = sum(region.forward_flops for region in self.recomputed)
+            parts.append(f"{min(again / self.forward_flops, 1):.0%} of the forward FLOPs are recomputed")
+        if self.level == 1:
+            parts.append("what it saves is not measured at level 1: use level 2, or MemoryMonitor")
         if self.search_passes:
+            parts.append(_tried(self.trials))
             parts.append(f"{self.search_passes} forward+backward passes in {self.search_seconds:.1f} s")
         return "; ".join(parts)
+
+
+def _tried(trials: tuple[Trial, ...]) -> str:
+    """``tried 3 splits (2 kept), 5 time cuts (0 kept); tried 4 removals (1 kept)``."""
+    changes = [trial for trial in trials if trial.level >= 2 and trial.outcome != "not tried"]
+    kinds = (("split", "split"), ("time cut", "run"), ("removal", "remove"))
+    tried = {kind: [t.outcome for t in changes if t.action.startswith(f"{verb} ")] for kind, verb in kinds}
+    counts = {kind: f"{len(some)} {kind}{'s' * (len(some) > 1)}" for kind, some in tried.items() if some}
+    kept = {kind: f"{count} ({tried[kind].count('kept')} kept)" for kind, count in counts.items()}
+    removals = kept.pop("removal", "")
+    if any("kept" in tried[kind] for kind in kept):
+        parts = [f"tried {', '.join(kept.values())}"]
+    else:
+        parts = [f"tried {', '.join(counts[kind] for kind in kept)}: none lowered the peak"] if kept else []
+    parts += [f"tried {removals}"] if removals else []
+    return "; ".join(parts) or "no split, time cut or removal was tried"
+
+
+_SHORTEST_RUN = 3
+"""So many equal regions in a row are shown as one row."""
+
+
+def _runs(regions: tuple[RegionPlan, ...], *, measured: bool) -> list[tuple[list[str], list[RegionPlan]]]:
+    """The cells of each row but for the name, and the regions they hold for."""
+    runs: list[tuple[list[str], list[RegionPlan]]] = []
+    for cells, group in itertools.groupby(regions, key=lambda region: _cells(region, measured=measured)):
+        run = list(group)
+        folds = len(run) >= _SHORTEST_RUN and not any(region.aliases for region in run)
+        runs += [(cells, run)] if folds else [(cells, [region]) for region in run]
+    return runs
+
+
+def _cells(region: RegionPlan, *, measured: bool) -> list[str]:
+    cells = [region.class_name, describe_treatment(region)]
+    if measured:
+        cells.append("" if region.saved_bytes is None else _mib(region.saved_bytes))
+    stored = _mib(region.stored_bytes) if region.treatment == "recompute" else ""
+    return [*cells, _mib(region.input_bytes), stored, region.reason]
+
+
+def _names(run: list[RegionPlan]) -> str:
+    first = run[0]
+    if len(run) > 1:
+        return f"{first.path} ... {run[-1].path} ({len(run)})"
+    return first.path + "".join(f"\n= {alias}" for alias in first.aliases)
 
 
 def describe_treatment(region: RegionPlan) -> str:
@@ -266,8 +330,10 @@ def describe_treatment(region: RegionPlan) -> str:
 
 
 def _mib(size: int) -> str:
-    """Bytes as MiB: one decimal, three where that would read 0.0."""
-    return f"{size / MIB:.1f}" if size == 0 or size >= 0.05 * MIB else f"{size / MIB:.3f}"
+    """Bytes as MiB: one decimal, three where that would read 0.0, and never a zero for what is not."""
+    if size == 0 or size >= 0.05 * MIB:
+        return f"{size / MIB:.1f}"
+    return f"{size / MIB:.3f}" if size >= 0.0005 * MIB else "<0.001"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

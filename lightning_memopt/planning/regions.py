@@ -82,7 +82,9 @@ def target_classes(targets: object) -> tuple[type[nn.Module], ...]:
     classes = tuple(targets) if isinstance(targets, (tuple, list, set, frozenset)) else (targets,)
     for item in classes:
         if not isinstance(item, type) or not issubclass(item, nn.Module):
-            found = f"an instance of {type(item).__name__}" if isinstance(item, nn.Module) else repr(item)
+            # Not the value: of a tensor it fills the screen.
+            plain = isinstance(item, (type, str, int, float, type(None)))
+            found = repr(item) if plain else f"an instance of {type(item).__name__}"
             raise TypeError(
                 f"targets must be a torch.nn.Module class, a sequence of such classes, or None; found {found}."
             )
@@ -334,7 +336,7 @@ def _blocks_with_neurons(model: nn.Module) -> tuple[list[nn.Module], str]:
         parent = blocks[0]
     if len(blocks) < 2 or not _covers(blocks, model):
         return [], ""
-    return blocks, f"no repeated blocks; modules that hold neurons and weights: {_counted(blocks)}"
+    return blocks, f"{_without_blocks(model)}; modules that hold neurons and weights: {_counted(blocks)}"
 
 
 def _flat_layers(model: nn.Module) -> tuple[list[nn.Module], str]:
@@ -346,6 +348,10 @@ def _flat_layers(model: nn.Module) -> tuple[list[nn.Module], str]:
     if len(repeated) < 2:
         return [], ""
     return repeated, f"no blocks, a flat spiking network; its repeated layers: {_counted(repeated)}"
+
+
+def _without_blocks(model: nn.Module) -> str:
+    return "no repeated blocks that hold most layers" if _find_blocks(model) else "no repeated blocks"
 
 
 def _largest_children(model: nn.Module) -> tuple[list[nn.Module], str]:
@@ -361,4 +367,5 @@ def _largest_children(model: nn.Module) -> tuple[list[nn.Module], str]:
         return [], ""
     least = _LARGEST_SHARE * max(map(_parameters, candidates))
     largest = [child for child in candidates if _parameters(child) >= least]
-    return largest, f"no repeated blocks and no neurons; the largest children: {_counted(largest)}"
+    neurons = "" if any(map(is_neuron, model.modules())) else " and no neurons"
+    return largest, f"{_without_blocks(model)}{neurons}; the largest children: {_counted(largest)}"

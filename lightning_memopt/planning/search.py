@@ -152,6 +152,7 @@ class Search:
         self._passes = 0
         self._forwards = 0
         self._known: dict[frozenset[tuple[str, RegionConfig]], Measured] = {}
+        self._noted: set[int] = set()  # ids of those in _known that a trial tells of
         self._proven: set[tuple[str, int]] = set()  # time chunks that gave what the whole sequence gives
         self._forward_ms: dict[str, float] = {}
         self._layout: Layout = {}
@@ -242,6 +243,8 @@ class Search:
         kept = self._now is not before
         for move, result in tried:
             failed = result.peak_bytes is None and not result.refused
+            if id(result) in self._noted and not kept:
+                continue  # level 3 comes back to what level 2 tried in vain
             self._note(level, move, "kept" if kept else "out of memory" if failed else "undone", result)
         return kept or any(self._never_cut_again(move, result) for move, result in tried)
 
@@ -430,8 +433,10 @@ class Search:
 
     def _note(self, level: int, move: Move, outcome: Outcome, measured: Measured | None, reason: str = "") -> None:
         peak = None if measured is None else measured.peak_bytes
-        seconds = 0.0 if measured is None else measured.seconds
+        # A layout that was measured before takes no time again.
+        seconds = 0.0 if measured is None or id(measured) in self._noted else measured.seconds
         if measured is not None:
+            self._noted.add(id(measured))
             reason = measured.refused or ("ran out of memory" if peak is None else "")
         self._trials.append(Trial(level, move.action, move.paths, outcome, peak, seconds, reason))
 
