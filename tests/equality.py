@@ -24,7 +24,7 @@ Treatment = Callable[[nn.Module], object]
 LONGEST_REPORT = 20
 """Differences listed in one failure; a broken state makes every later tensor differ."""
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_is_torch_compile", "_compile_kwargs"}
 
 
 @dataclasses.dataclass(frozen=True)

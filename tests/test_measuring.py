@@ -470,3 +470,13 @@ def test_on_cuda_the_allocator_is_asked() -> None:
 
 def _bytes_of(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_fake_tensors_left_by_a_compiler_do_not_count() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = measure_memory(lambda: None, device="cpu").start_bytes
+    with FakeTensorMode():
+        left = [torch.empty(1 << 20), torch.ones(3).untyped_storage()]
+    assert measure_memory(lambda: None, device="cpu").start_bytes == before
+    assert len(left) == 2

@@ -202,7 +202,8 @@ def storages_alive(device: torch.device) -> list[torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in _tensors_alive():
         for storage in _storages(tensor):
-            if storage.device.type == device.type and device.index in (None, storage.device.index):
+            on_device = storage.device.type == device.type and device.index in (None, storage.device.index)
+            if on_device and _holds_memory(storage):
                 found[storage._cdata] = storage
     return list(found.values())
 
@@ -259,6 +260,15 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
         if tensor.is_leaf and tensor.grad is not None:
             yield from _storages(tensor.grad)
+
+
+def _holds_memory(storage: torch.UntypedStorage) -> bool:
+    """Fake tensors, which compilers leave behind, have a device but no memory on it."""
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
