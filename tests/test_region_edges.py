@@ -438,3 +438,31 @@ def test_a_graph_break_inside_a_region_does_not_step_its_state_twice() -> None:
     assert treated.calls == 3
     assert treated.norm.num_batches_tracked == 3
     assert torch.equal(plain.norm.running_mean, treated.norm.running_mean)
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(C, C)
+        inner = nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C))
+        if way == "in place":
+            inner.compile(fullgraph=True, backend="aot_eager")
+        self.inner = inner if way == "in place" else torch.compile(inner, fullgraph=True, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x).tanh()).tanh()
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_a_part_that_is_compiled_by_itself_may_lie_inside_a_region(way: str) -> None:
+    torch._dynamo.reset()
+    plain, treated = PartlyCompiled(way), PartlyCompiled(way)
+    treated.load_state_dict(plain.state_dict())
+    checkpoint_module(treated)
+    for _ in range(3):
+        x = torch.randn(N, C)
+        for model in (plain, treated):
+            model.zero_grad()
+            model(x).sum().backward()
+        for a, b in zip(plain.parameters(), treated.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)

@@ -170,7 +170,8 @@ class _Call:
         args, kwargs = self.original
         host_random = HostRandom.now()
         with ExitStack() as stack:
-            stack.enter_context(_noting_called_modules(self.before))
+            if not any(_is_compiled(module) for module in self.modules):
+                stack.enter_context(_noting_called_modules(self.before))
             if self.hooked:
                 stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
             result = self.function(*args, **kwargs)
@@ -219,6 +220,11 @@ class _Call:
 def _is_stock(modules: list[nn.Module]) -> bool:
     """Whether a region consists of library layers alone: then nothing in it reads statistics in training."""
     return all(type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.")) for module in modules)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """A part that torch.compile compiled by itself: it would compile our hook with it, and the recomputation has none."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _parameter_device(modules: list[nn.Module]) -> set[torch.device]:
