@@ -223,7 +223,7 @@ def _is_stock(modules: list[nn.Module]) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """A part that torch.compile compiled by itself: it would compile our hook with it, and the recomputation has none."""
+    """A part compiled by itself: the compiler would take our hook into its graph, and the recomputation has none."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
