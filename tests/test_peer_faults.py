@@ -1188,20 +1188,6 @@ def norm_lif() -> nn.Module:
     return nn.Sequential(layer.BatchNorm2d(4, step_mode="m"), neuron.LIFNode(step_mode="m"))
 
 
-class OwnBlock(nn.Module):
-    """A user's block that holds a neuron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from spikingjelly.activation_based import neuron
-
-        self.linear = nn.Linear(C, C)
-        self.neuron = neuron.IFNode(step_mode="m")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.neuron(self.linear(x)) + x
-
-
 class AttributeNeuron(nn.Module):
     """A user's block that is a neuron."""
 
@@ -1226,7 +1212,7 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear and norm": (lambda: nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Tanh()), (T, N, C)),
     "linear and LIF": (linear_lif, (T, N, C)),
     "batch norm and LIF": (norm_lif, (T, N, 4, 3, 3)),
-    "own block with a neuron": (OwnBlock, (T, N, C)),
+    "own block with a neuron": (SewAdd, (T, N, C)),
     "own neuron": (AttributeNeuron, (T, N, C)),
 }
 

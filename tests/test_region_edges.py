@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.checkpointing import BitSpikeCompressor, checkpoint_module, is_checkpointed
-from tests.equality import assert_optimized_equals_plain, call
+from lightning_memopt.checkpointing import BitSpikeCompressor, checkpoint, checkpoint_module, is_checkpointed
+from tests.equality import assert_optimized_equals_plain, assert_same_tree, call, state_of
 from tests.zoo import C, N, Net, T
 
 
@@ -257,6 +257,23 @@ def test_two_outputs_may_have_a_backward_each(compressor: BitSpikeCompressor | N
         second.sum().backward()
     assert torch.equal(plain.actor.weight.grad, treated.actor.weight.grad)
     assert torch.equal(plain.critic.weight.grad, treated.critic.weight.grad)
+
+
+def test_a_function_that_reads_the_statistics_of_a_library_norm_trains_as_without() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C))
+    treated = copy.deepcopy(plain)
+
+    def scaled(model: nn.Sequential, x: Tensor) -> Tensor:
+        return (model(x) * model[1].running_var.clone()).tanh()
+
+    for _ in range(3):
+        x = torch.randn(N, C)
+        plain.zero_grad()
+        treated.zero_grad()
+        scaled(plain, x).sum().backward()
+        checkpoint(lambda t: scaled(treated, t), x).sum().backward()
+        assert_same_tree(state_of(plain), state_of(treated), name="state")
 
 
 def test_functional_call_gives_the_gradients_of_the_parameters_it_was_given() -> None:

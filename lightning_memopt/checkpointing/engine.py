@@ -141,7 +141,6 @@ class _Call:
         modules: list[nn.Module],
     ) -> None:
         self.function = function
-        self.region = region
         self.modules = modules
         self.original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.keeper: Any = None
@@ -152,7 +151,7 @@ class _Call:
         self.hooked = any_hooks(modules)
         self.observers: Observers = {}
         self.arguments = StoredArguments(args, kwargs, region)
-        self.before = StateBefore(reads_statistics=not _is_stock(modules))
+        self.before = StateBefore(reads_statistics=not _is_stock(function, modules))
         self.before.note(modules)
         self.before.note_objects(self.arguments.others)
         devices = self.arguments.devices | _parameter_device(modules)
@@ -217,8 +216,13 @@ class _Call:
             self.function(*args, **kwargs)
 
 
-def _is_stock(modules: list[nn.Module]) -> bool:
-    """Whether a region consists of library layers alone: then nothing in it reads statistics in training."""
+def _is_stock(function: Callable[..., Any], modules: list[nn.Module]) -> bool:
+    """Whether a region consists of library layers alone: then nothing in it reads statistics in training.
+
+    A user's function around library layers may read them itself, so the function has to be a layer or its method.
+    """
+    if not isinstance(getattr(function, "__self__", function), nn.Module):
+        return False
     return all(type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.")) for module in modules)
 
 
