@@ -27,6 +27,7 @@ _HOME = {
     "BooleanSpikeCompressor": "checkpointing",
     "Uint8SpikeCompressor": "checkpointing",
     "SparseSpikeCompressor": "checkpointing",
+    "IntegerSpikeCompressor": "checkpointing",
     "NonBinarySpikeError": "checkpointing",
     "measure_memory": "measuring",
 }
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_memopt.checkpointing import (
         BitSpikeCompressor,
         BooleanSpikeCompressor,
+        IntegerSpikeCompressor,
         NonBinarySpikeError,
         SparseSpikeCompressor,
         SpikeCompressor,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BitSpikeCompressor",
     "BooleanSpikeCompressor",
+    "IntegerSpikeCompressor",
     "MemoryMonitor",
     "MemoryOptimization",
     "NonBinarySpikeError",

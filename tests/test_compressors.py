@@ -176,6 +176,7 @@ def test_a_users_compressor_is_checked_by_its_round_trip() -> None:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors like those of a device: answers are read before the optimizer steps, not at once."""
+    monkeypatch.setattr("lightning_memopt.ops.exactness.reading_is_free", lambda tensor: False)
     monkeypatch.setattr(compressors, "reading_is_free", lambda tensor: False)
     monkeypatch.setattr("lightning_memopt.checkpointing.arguments.reading_is_free", lambda tensor: False)
 

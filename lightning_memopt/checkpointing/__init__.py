@@ -3,12 +3,11 @@
 from lightning_memopt.checkpointing.compressors import (
     BitSpikeCompressor,
     BooleanSpikeCompressor,
-    NonBinarySpikeError,
+    IntegerSpikeCompressor,
     SparseSpikeCompressor,
     SpikeCompressor,
     SpikePayload,
     Uint8SpikeCompressor,
-    check_pending_fits,
 )
 from lightning_memopt.checkpointing.engine import checkpoint
 from lightning_memopt.checkpointing.module import (
@@ -20,10 +19,12 @@ from lightning_memopt.checkpointing.module import (
 from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import StateSnapshot, learn_parameters, restore_snapshot, take_snapshot
 from lightning_memopt.checkpointing.stores import StateAdapter, register_state_adapter
+from lightning_memopt.ops.exactness import NonBinarySpikeError, check_pending_fits
 
 __all__ = [
     "BitSpikeCompressor",
     "BooleanSpikeCompressor",
+    "IntegerSpikeCompressor",
     "NonBinarySpikeError",
     "RegionConfig",
     "SparseSpikeCompressor",

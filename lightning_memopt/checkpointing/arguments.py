@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, reading_is_free, require_fit
+from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, require_fit
 from lightning_memopt.checkpointing.region import Region
+from lightning_memopt.ops.exactness import reading_is_free
 
 # Untyped in torch.
 StorageWeakRef: Any = reductions.StorageWeakRef

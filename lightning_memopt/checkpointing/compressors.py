@@ -5,7 +5,8 @@ Compressors: how a tensor is stored between forward and backward
 A compressor turns a tensor into a smaller payload and back. It is asked two things: the payload, and whether the
 payload holds the tensor exactly. Nobody has to promise that a tensor is binary: a tensor that does not fit is stored as
 it is where the answer can be read at no cost (on the CPU); on CUDA the answer stays on the device, and before the next
-optimizer step it is read and raises :class:`NonBinarySpikeError`, so that no weight is ever changed by a wrong value.
+optimizer step it is read and raises :class:`~lightning_memopt.NonBinarySpikeError`, so that no weight is ever changed
+by a wrong value.
 
 Payloads are tuples of tensors and constants. They carry shape, dtype, strides and device, so one compressor object may
 serve any number of regions and threads.
@@ -14,21 +15,16 @@ serve any number of regions and threads.
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
+from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
 
 _SLICE = 1 << 20
-
-
-class NonBinarySpikeError(ValueError):
-    """A tensor to be compressed held a value that its compressor cannot store."""
 
 
 class Compressed(NamedTuple):
@@ -140,7 +136,22 @@ class _ElementwiseCompressor(SpikeCompressor):
     def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor: ...
 
 
-class BitSpikeCompressor(_ElementwiseCompressor):
+class _PackingCompressor(_ElementwiseCompressor):
+    """Compressors whose payload is a stream of small integers."""
+
+    _what = "values other than 0 and 1"
+    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
+    bits = 1
+    _maximum: int | None = None
+
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return bit_pack(flat, self.bits, self._maximum)
+
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return bit_unpack(data, numel, dtype, self.bits)
+
+
+class BitSpikeCompressor(_PackingCompressor):
     """Eight binary spikes in a byte: 1/32 of fp32, 1/16 of fp16 and bf16, 1/8 of bool.
 
     Example:
@@ -150,28 +161,36 @@ class BitSpikeCompressor(_ElementwiseCompressor):
         (1, True)
     """
 
-    _what = "values other than 0 and 1"
-    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
 
-    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return bit_pack(flat)
+class IntegerSpikeCompressor(_PackingCompressor):
+    """Spike counts in 2, 4 or 8 bits each, for integer sums of spikes (the ADD residual of SEW-ResNet).
 
-    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return bit_unpack(data, numel, dtype)
+    Args:
+        bits: bits per element; counts from 0 to ``2**bits - 1`` fit.
+
+    Raises:
+        ValueError: for other ``bits``.
+
+    Example:
+        >>> IntegerSpikeCompressor(bits=2).compress(torch.tensor([0.0, 3.0, 1.0, 2.0])).data.nbytes
+        1
+    """
+
+    _remedy = "use more bits, or no compressor"
+
+    def __init__(self, bits: int = 4) -> None:
+        if bits not in (2, 4, 8):
+            raise ValueError(
+                f"IntegerSpikeCompressor takes bits=2, 4 or 8, got {bits!r}. For one bit use BitSpikeCompressor."
+            )
+        self.bits = bits
+        self._what = f"values other than the integers 0 to {2**bits - 1}"
+
+    def __repr__(self) -> str:
+        return f"IntegerSpikeCompressor(bits={self.bits})"
 
 
-class _CastCompressor(_ElementwiseCompressor):
-    _stored_dtype: torch.dtype
-
-    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        data = flat.to(self._stored_dtype, copy=True)
-        return data, *_first_difference(flat, data)
-
-    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return data.to(dtype)
-
-
-class BooleanSpikeCompressor(_CastCompressor):
+class BooleanSpikeCompressor(_PackingCompressor):
     """A binary spike in a byte, as ``bool``.
 
     Example:
@@ -179,12 +198,18 @@ class BooleanSpikeCompressor(_CastCompressor):
         tensor([ True, False])
     """
 
-    _what = "values other than 0 and 1"
-    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
-    _stored_dtype = torch.bool
+    bits = 8
+    _maximum = 1
+
+    def _store(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        data, fits, odd = super()._store(flat)
+        return data.view(torch.bool), fits, odd
+
+    def _load(self, data: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return super()._load(data.view(torch.uint8), numel, dtype)
 
 
-class Uint8SpikeCompressor(_CastCompressor):
+class Uint8SpikeCompressor(_PackingCompressor):
     """A spike count of 0 to 255 in a byte, for integer sums of spikes (the ADD residual of SEW-ResNet).
 
     Example:
@@ -194,7 +219,7 @@ class Uint8SpikeCompressor(_CastCompressor):
 
     _what = "values other than the integers 0 to 255"
     _remedy = "use no compressor"
-    _stored_dtype = torch.uint8
+    bits = 8
 
 
 class SparseSpikeCompressor(_ElementwiseCompressor):
@@ -307,28 +332,7 @@ def _first_difference(flat: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 def describe_misfit(compressor: SpikeCompressor, where: str, value: object) -> str:
     """The sentence that names the place, the value and the remedy."""
-    what = getattr(compressor, "_what", "a value that does not survive the round trip")
-    remedy = getattr(compressor, "_remedy", "use no compressor")
-    return f"{where} held {value}, but {type(compressor).__name__} cannot store {what}. Remedy: {remedy}."
-
-
-class _Pending(NamedTuple):
-    """An answer that is still on a device: whether all fitted so far, one value that did not, and when it is known."""
-
-    compressor: SpikeCompressor
-    fits: Tensor
-    odd: Tensor
-    known: Any
-
-
-_PENDING: dict[tuple[torch.device, str], _Pending] = {}
-_PENDING_LOCK = threading.Lock()
-_OPTIMIZER_HOOK: Any = None
-
-
-def reading_is_free(tensor: Tensor) -> bool:
-    """Whether a value of ``tensor`` can be read without waiting for a device."""
-    return tensor.device.type == "cpu"
+    return _claim(compressor, where).describe(value)
 
 
 def require_fit(compressed: Compressed, compressor: SpikeCompressor, where: str) -> None:
@@ -337,55 +341,10 @@ def require_fit(compressed: Compressed, compressor: SpikeCompressor, where: str)
     Raises:
         NonBinarySpikeError: on the CPU, if a value does not fit.
     """
-    if reading_is_free(compressed.fits):
-        if not compressed.fits:
-            raise NonBinarySpikeError(describe_misfit(compressor, where, compressed.odd.item()))
-        return
-    _watch_optimizers()
-    device, fits, odd = compressed.fits.device, compressed.fits, compressed.odd
-    with _PENDING_LOCK:
-        earlier = _PENDING.get((device, where))
-        if earlier is not None:
-            fits, odd = earlier.fits & fits, torch.where(earlier.fits, odd, earlier.odd)
-        known = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        _PENDING[device, where] = _Pending(compressor, fits, odd, known)
+    require_exact(compressed.fits, compressed.odd, _claim(compressor, where))
 
 
-def check_pending_fits() -> None:
-    """Read the answers that are still on a device, once for all of them.
-
-    Called before every optimizer step; call it yourself where gradients are used without an optimizer. It waits for the
-    forward pass only, on a stream of its own: work queued since then goes on.
-
-    Raises:
-        NonBinarySpikeError: if a compressed tensor held a value that its compressor cannot store.
-    """
-    with _PENDING_LOCK:
-        pending = dict(_PENDING)
-        _PENDING.clear()
-    misfits = []
-    for device in {device for device, _ in pending}:
-        places = [(where, answer) for (on, where), answer in pending.items() if on == device]
-        for (where, answer), fits in zip(places, _read_flags(device, [answer for _, answer in places]), strict=True):
-            if not fits:
-                misfits.append(describe_misfit(answer.compressor, where, answer.odd.item()))
-    if misfits:
-        raise NonBinarySpikeError("Gradients of this step are wrong and were not applied: " + " ".join(sorted(misfits)))
-
-
-def _read_flags(device: torch.device, answers: list[_Pending]) -> list[bool]:
-    flags = [answer.fits for answer in answers]
-    if device.type != "cuda":
-        return [bool(flag) for flag in flags]
-    stream = torch.cuda.Stream(device)
-    for answer in answers:
-        stream.wait_event(answer.known)
-    with torch.cuda.stream(stream):
-        read: list[bool] = torch.stack(flags).tolist()
-    return read
-
-
-def _watch_optimizers() -> None:
-    global _OPTIMIZER_HOOK
-    if _OPTIMIZER_HOOK is None:
-        _OPTIMIZER_HOOK = register_optimizer_step_pre_hook(lambda *_: check_pending_fits())
+def _claim(compressor: SpikeCompressor, where: str) -> Claim:
+    what = getattr(compressor, "_what", "a value that does not survive the round trip")
+    remedy = getattr(compressor, "_remedy", "use no compressor")
+    return Claim(where, f"{type(compressor).__name__} cannot store {what}", remedy)

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_memopt.checkpointing.compressors import reading_is_free
 from lightning_memopt.checkpointing.stores import (
     Store,
     entry,
@@ -42,6 +41,7 @@ from lightning_memopt.checkpointing.stores import (
     stores_of_object,
     with_hidden_modules,
 )
+from lightning_memopt.ops.exactness import reading_is_free
 
 # A buffer that never changed is watched by its version counter. Up to this size we also keep one copy of it, so that a
 # first change after many calls (a quantization observer that is switched on late) is still recomputed correctly.

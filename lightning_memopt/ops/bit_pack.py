@@ -1,22 +1,29 @@
 """
-Eight spikes in a byte
-======================
+Spikes, and sums of spikes, in bits
+===================================
 
-``torch.ops.lightning_memopt.bit_pack`` and ``bit_unpack``: bit ``i`` of byte ``b`` is element ``8 b + i`` (least
-significant bit first); the unused bits of the last byte are 0.
+``torch.ops.lightning_memopt.bit_pack`` and ``bit_unpack`` hold small integers in 1, 2, 4 or 8 bits each as one
+little-endian stream: with one bit, bit ``i`` of byte ``b`` is element ``8 b + i`` (least significant bit first). The
+unused bits of the last byte are 0. ``bit_pack_rows`` and ``bit_unpack_rows`` start every row of a matrix of spikes at a
+byte; products read them so.
 
-Packing also answers whether the bits hold the tensor exactly: every value must be 0 or 1 (-0.0 counts as 0; NaN does
-not fit). The answer, with a value that does not fit, stays on the device, so that asking costs no synchronization.
+Packing also answers whether the bits hold the tensor exactly: every value must be an integer from 0 to the maximum
+(-0.0 counts as 0; NaN does not fit). The answer, with a value that does not fit, stays on the device, so that asking
+costs no synchronization.
 
-The reference works through the tensor in slices, so its temporaries are bounded whatever the size of the tensor. Eight
-boolean bytes viewed as one 64-bit word are gathered into one byte by a multiplication whose partial products never
-overlap, and spread again by a multiplication and a mask.
+On CUDA the kernels of ``cuda/bit_pack.cu`` and ``cuda/count_pack.cu`` read each value once and allocate nothing beyond
+the result. The reference works through the tensor in slices, so its temporaries are bounded whatever the size of the
+tensor. Eight boolean bytes viewed as one 64-bit word are gathered into one byte by a multiplication whose partial
+products never overlap, and spread again by a multiplication and a mask.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
 
 # Each temporary of a slice takes at most this many bytes (a multiple of 8 elements).
 _SLICE = 1 << 20
@@ -36,120 +43,390 @@ PACKABLE_DTYPES = (
     torch.int32,
     torch.int64,
 )
+BIT_WIDTHS = (1, 2, 4, 8)
+
+# The dtypes that kernels exist for, by the name that their entries carry; the others run the reference.
+_ENTRY_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.bool: "uint8",
+    torch.uint8: "uint8",
+}
+_THREADS = 256
+_LOADS = 8  # of 16 bytes, by each lane of a warp: a tile
 
 _LIBRARY = torch.library.Library("lightning_memopt", "DEF")
-_LIBRARY.define("bit_pack(Tensor spikes) -> (Tensor packed, Tensor fits, Tensor odd)")
-_LIBRARY.define("bit_unpack(Tensor packed, int numel, ScalarType dtype) -> Tensor")
+_LIBRARY.define("bit_pack(Tensor spikes, int bits=1, int? maximum=None) -> (Tensor packed, Tensor fits, Tensor odd)")
+_LIBRARY.define("bit_unpack(Tensor packed, int numel, ScalarType dtype, int bits=1) -> Tensor")
+_LIBRARY.define("bit_pack_rows(Tensor spikes) -> (Tensor packed, Tensor fits, Tensor odd)")
+_LIBRARY.define("bit_unpack_rows(Tensor packed, int columns, ScalarType dtype) -> Tensor")
 
 
-def _check_pack(spikes: Tensor) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# One stream
+
+
+def _check_bits(name: str, bits: int, maximum: int | None = None) -> int:
+    if bits not in BIT_WIDTHS:
+        raise ValueError(f"{name} packs 1, 2, 4 or 8 bits per element, got bits={bits}.")
+    largest = (1 << bits) - 1
+    if maximum is None:
+        return largest
+    if not 0 < maximum <= largest:
+        raise ValueError(f"{name} with bits={bits} holds 0 to {largest}, got maximum={maximum}.")
+    return maximum
+
+
+def _check_pack(spikes: Tensor, bits: int, maximum: int | None) -> int:
     if spikes.dim() != 1 or not spikes.is_contiguous() or spikes.dtype not in PACKABLE_DTYPES:
         raise ValueError(
             "bit_pack expects a contiguous one-dimensional tensor of a real dtype, got shape "
             f"{tuple(spikes.shape)}, strides {spikes.stride()}, dtype {spikes.dtype}. Flatten it first."
         )
+    return _check_bits("bit_pack", bits, maximum)
 
 
-def _check_unpack(packed: Tensor, numel: int, dtype: torch.dtype) -> None:
-    if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() != (numel + 7) // 8:
+def _check_unpack(packed: Tensor, numel: int, dtype: torch.dtype, bits: int) -> None:
+    _check_bits("bit_unpack", bits)
+    if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() != (numel * bits + 7) // 8:
         raise ValueError(
-            f"bit_unpack expects ceil({numel} / 8) bytes as a one-dimensional uint8 tensor, got shape "
+            f"bit_unpack expects ceil({numel} * {bits} / 8) bytes as a one-dimensional uint8 tensor, got shape "
             f"{tuple(packed.shape)}, dtype {packed.dtype}."
         )
     if dtype not in PACKABLE_DTYPES:
         raise ValueError(f"bit_unpack cannot make {dtype}; it makes one of {PACKABLE_DTYPES}.")
 
 
-def _bit_pack_reference(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(spikes)
+def _bit_pack(spikes: Tensor, bits: int = 1, maximum: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    largest = _check_pack(spikes, bits, maximum)
     numel = spikes.numel()
-    packed = torch.empty((numel + 7) // 8, dtype=torch.uint8, device=spikes.device)
+    packed = torch.empty((numel * bits + 7) // 8, dtype=torch.uint8, device=spikes.device)
     fits = torch.ones((), dtype=torch.bool, device=spikes.device)
-    odd = torch.zeros((), dtype=spikes.dtype, device=spikes.device)
-    for start in range(0, numel, _SLICE):
-        part = spikes[start : start + _SLICE]
-        ones = torch.zeros((part.numel() + 7) // 8 * 8, dtype=torch.bool, device=part.device)
-        torch.eq(part, 1, out=ones[: part.numel()])
-        # Values that are neither 0 nor 1 are nonzero (NaN too) without being one.
-        part_fits = torch.count_nonzero(part) == torch.count_nonzero(ones)
-        # On the CPU looking is free; elsewhere the search for the odd value always runs, so that nobody has to wait.
-        if part.device.type != "cpu" or not part_fits:
-            stray = (part != 0).logical_and_(ones[: part.numel()].logical_not())
-            odd = torch.where(fits.logical_and(~part_fits), part[stray.to(torch.uint8).argmax()], odd)
-            fits = fits.logical_and(part_fits)
-        words = ones.view(torch.int64)
-        packed[start // 8 : start // 8 + words.numel()] = (words.mul_(_GATHER).__rshift__(56)).to(torch.uint8)
+    backend = backend_for(spikes.device)
+    name = _ENTRY_NAMES.get(spikes.dtype)
+    if backend is None or name is None:
+        return packed, *_pack_reference(spikes, packed, fits, bits, largest)
+    odd = torch.empty((), dtype=spikes.dtype, device=spikes.device)  # written where a value does not fit
+    tiles, grid = _tiles(spikes, packed, bits, backend)
+    arguments = spikes, packed, fits, odd, np.int64(numel), np.int64(tiles), np.int32(largest)
+    launch(_kernel("bit_pack", name, bits), grid, *arguments, device=spikes.device)
     return packed, fits, odd
 
 
-def _bit_unpack_reference(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    _check_unpack(packed, numel, dtype)
+def _bit_unpack(packed: Tensor, numel: int, dtype: torch.dtype, bits: int = 1) -> Tensor:
+    _check_unpack(packed, numel, dtype, bits)
+    packed = packed.contiguous()
     spikes = torch.empty(numel, dtype=dtype, device=packed.device)
-    for start in range(0, numel, _SLICE):
-        count = min(_SLICE, numel - start)
-        words = packed[start // 8 : (start + count + 7) // 8].to(torch.int64)
-        bits = words.mul_(_SPREAD).bitwise_and_(_ONE_BIT_PER_BYTE).view(torch.uint8)
-        torch.ne(bits[:count], 0, out=spikes[start : start + count])
+    backend = backend_for(packed.device)
+    name = _ENTRY_NAMES.get(dtype)
+    if backend is None or name is None:
+        _unpack_reference(packed, spikes, bits)
+        return spikes
+    tiles, grid = _tiles(spikes, packed, bits, backend)
+    arguments = packed, spikes, np.int64(numel), np.int64(tiles)
+    launch(_kernel("bit_unpack", name, bits), grid, *arguments, device=packed.device)
     return spikes
 
 
-def _bit_pack_fake(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(spikes)
-    packed = spikes.new_empty(((spikes.numel() + 7) // 8,), dtype=torch.uint8)
+def _kernel(operation: str, name: str, bits: int) -> Kernel:
+    return Kernel("bit_pack.cu" if bits == 1 else "count_pack.cu", f"{operation}_{name}_{bits}", _THREADS)
+
+
+def _tiles(spikes: Tensor, packed: Tensor, bits: int, backend: Backend) -> tuple[int, int]:
+    """Whole tiles, 0 where 16-byte accesses are not possible, and the blocks that work through tiles and the rest."""
+    numel, warps_per_block = spikes.numel(), _THREADS // 32
+    elements = _LOADS * 32 * 16 // spikes.element_size()
+    aligned = spikes.data_ptr() % 16 == 0 and packed.data_ptr() % 16 == 0
+    tiles = numel // elements if aligned else 0
+    rest = (numel - tiles * elements) * bits // 8 + 1
+    wanted = max(-(-tiles // warps_per_block), -(-rest // _THREADS)) if numel else 0
+    return tiles, min(wanted, 8 * backend.multiprocessors(spikes.device))
+
+
+def _pack_reference(spikes: Tensor, packed: Tensor, fits: Tensor, bits: int, maximum: int) -> tuple[Tensor, Tensor]:
+    """Fill ``packed`` and return ``fits`` and ``odd``."""
+    odd = torch.zeros((), dtype=spikes.dtype, device=spikes.device)
+    per_byte = 8 // bits
+    for start in range(0, spikes.numel(), _SLICE):
+        part = spikes[start : start + _SLICE]
+        counts, stray = _counts(part, per_byte, maximum)
+        # On the CPU looking is free; elsewhere the search for the odd value always runs, so that nobody has to wait.
+        if stray is not None:
+            first = stray.to(torch.uint8).argmax()
+            odd = torch.where(fits.logical_and(stray[first]), part[first], odd)
+            fits = fits.logical_and(stray[first].logical_not())
+        target = packed[start // per_byte : start // per_byte + counts.numel() // per_byte]
+        if bits == 1:
+            target.copy_(counts.view(torch.int64).mul_(_GATHER).__rshift__(56))
+        elif bits == 8:
+            target.copy_(counts)
+        else:
+            columns = counts.view(-1, per_byte)
+            target.copy_(columns[:, 0])
+            for i in range(1, per_byte):
+                target.bitwise_or_(columns[:, i] << (bits * i))
+    return fits, odd
+
+
+def _counts(part: Tensor, per_byte: int, maximum: int) -> tuple[Tensor, Tensor | None]:
+    """The counts as bytes, zeros up to a whole packed byte, and where ``part`` holds none (None: nowhere)."""
+    numel = part.numel()
+    if maximum == 1:
+        ones = torch.zeros(-(-numel // per_byte) * per_byte, dtype=torch.bool, device=part.device)
+        torch.eq(part, 1, out=ones[:numel])
+        # Values that are neither 0 nor 1 are nonzero (NaN too) without being one.
+        if part.device.type == "cpu" and torch.count_nonzero(part) == torch.count_nonzero(ones):
+            return ones.view(torch.uint8), None
+        return ones.view(torch.uint8), (part != 0).logical_and_(ones[:numel].logical_not())
+    counts = torch.zeros(-(-numel // per_byte) * per_byte, dtype=torch.uint8, device=part.device)
+    # What a cast to uint8 makes of NaN or of 300 differs from machine to machine, so the range is asked for first.
+    inside = (part >= 0).logical_and_(part <= maximum)
+    counts[:numel] = torch.where(inside, part, 0)
+    stray = counts[:numel].to(part.dtype) != part
+    if part.device.type == "cpu" and not stray.any():
+        return counts, None
+    return counts, stray
+
+
+def _unpack_reference(packed: Tensor, spikes: Tensor, bits: int) -> None:
+    numel, per_byte = spikes.numel(), 8 // bits
+    for start in range(0, numel, _SLICE):
+        count = min(_SLICE, numel - start)
+        part = packed[start // per_byte : -(-(start + count) // per_byte)]
+        target = spikes[start : start + count]
+        if bits == 1:
+            ones = part.to(torch.int64).mul_(_SPREAD).bitwise_and_(_ONE_BIT_PER_BYTE).view(torch.uint8)
+            torch.ne(ones[:count], 0, out=target)
+        elif bits == 8:
+            target.copy_(part)
+        else:
+            counts = torch.stack([(part >> (bits * i)).bitwise_and_(2**bits - 1) for i in range(per_byte)], dim=1)
+            target.copy_(counts.view(-1)[:count])
+
+
+def _bit_pack_fake(spikes: Tensor, bits: int = 1, maximum: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    _check_pack(spikes, bits, maximum)
+    packed = spikes.new_empty(((spikes.numel() * bits + 7) // 8,), dtype=torch.uint8)
     return packed, spikes.new_empty((), dtype=torch.bool), spikes.new_empty(())
 
 
-def _bit_unpack_fake(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def _bit_unpack_fake(packed: Tensor, numel: int, dtype: torch.dtype, bits: int = 1) -> Tensor:
+    _check_bits("bit_unpack", bits)
     return packed.new_empty((numel,), dtype=dtype)
 
 
-for _backend in ("CPU", "CUDA"):
-    _LIBRARY.impl("bit_pack", _bit_pack_reference, _backend)
-    _LIBRARY.impl("bit_unpack", _bit_unpack_reference, _backend)
-torch.library.register_fake("lightning_memopt::bit_pack", _bit_pack_fake, lib=_LIBRARY)
-torch.library.register_fake("lightning_memopt::bit_unpack", _bit_unpack_fake, lib=_LIBRARY)
+# ---------------------------------------------------------------------------------------------------------------------
+# Row by row
 
 
-def bit_pack(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack a flat tensor of zeros and ones into bits.
+def _check_pack_rows(spikes: Tensor) -> None:
+    if spikes.dim() < 1 or spikes.dtype not in PACKABLE_DTYPES:
+        raise ValueError(
+            f"bit_pack_rows expects [..., K] spikes of a real dtype, got shape {tuple(spikes.shape)}, dtype "
+            f"{spikes.dtype}."
+        )
+
+
+def _check_unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> None:
+    if packed.dim() < 1 or packed.dtype != torch.uint8 or packed.shape[-1] != (columns + 7) // 8:
+        raise ValueError(
+            f"bit_unpack_rows expects [..., ceil({columns} / 8)] bytes as uint8, got shape {tuple(packed.shape)}, "
+            f"dtype {packed.dtype}."
+        )
+    if dtype not in PACKABLE_DTYPES:
+        raise ValueError(f"bit_unpack_rows cannot make {dtype}; it makes one of {PACKABLE_DTYPES}.")
+
+
+def _bit_pack_rows(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _check_pack_rows(spikes)
+    spikes = spikes.contiguous()
+    columns = spikes.shape[-1]
+    shape = (*spikes.shape[:-1], (columns + 7) // 8)
+    if columns % 8 == 0:  # the rows follow each other in one stream
+        packed, fits, odd = _bit_pack(spikes.view(-1))
+        return packed.view(shape), fits, odd
+    rows = spikes.numel() // columns
+    packed = torch.empty(shape, dtype=torch.uint8, device=spikes.device)
+    fits = torch.ones((), dtype=torch.bool, device=spikes.device)
+    backend = backend_for(spikes.device)
+    name = _ENTRY_NAMES.get(spikes.dtype)
+    if backend is None or name is None:
+        return packed, *_pack_rows_reference(spikes.view(rows, columns), packed.view(rows, -1), fits)
+    odd = torch.empty((), dtype=spikes.dtype, device=spikes.device)
+    arguments = spikes, packed, fits, odd, np.int64(rows), np.int64(columns)
+    kernel = Kernel("bit_pack.cu", f"bit_pack_rows_{name}", _THREADS)
+    launch(kernel, _row_grid(rows, columns, backend, spikes.device), *arguments, device=spikes.device)
+    return packed, fits, odd
+
+
+def _bit_unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    _check_unpack_rows(packed, columns, dtype)
+    packed = packed.contiguous()
+    shape = (*packed.shape[:-1], columns)
+    if columns % 8 == 0:
+        return _bit_unpack(packed.view(-1), packed.numel() * 8, dtype).view(shape)
+    rows = packed.numel() // packed.shape[-1]
+    spikes = torch.empty(shape, dtype=dtype, device=packed.device)
+    backend = backend_for(packed.device)
+    name = _ENTRY_NAMES.get(dtype)
+    if backend is None or name is None:
+        _unpack_rows_reference(packed.view(rows, -1), spikes.view(rows, columns))
+        return spikes
+    arguments = packed, spikes, np.int64(rows), np.int64(columns)
+    kernel = Kernel("bit_pack.cu", f"bit_unpack_rows_{name}", _THREADS)
+    launch(kernel, _row_grid(rows, columns, backend, packed.device), *arguments, device=packed.device)
+    return spikes
+
+
+def _row_grid(rows: int, columns: int, backend: Backend, device: torch.device) -> int:
+    warps = rows * -(-columns // 1024)
+    return min(-(-warps // (_THREADS // 32)), 8 * backend.multiprocessors(device))
+
+
+def _pack_rows_reference(spikes: Tensor, packed: Tensor, fits: Tensor) -> tuple[Tensor, Tensor]:
+    odd = torch.zeros((), dtype=spikes.dtype, device=spikes.device)
+    rows, columns = spikes.shape
+    whole = columns // 8 * 8
+    # Slices of whole rows, so that each gets its padding.
+    height = max(1, _SLICE // columns)
+    for start in range(0, rows, height):
+        part = spikes[start : start + height]
+        padded = part.new_zeros(part.shape[0], whole + 8)
+        padded[:, :columns] = part
+        words, part_fits, part_odd = _bit_pack(padded.view(-1))
+        packed[start : start + height] = words.view(part.shape[0], -1)
+        odd = torch.where(fits.logical_and(~part_fits), part_odd, odd)
+        fits = fits.logical_and(part_fits)
+    return fits, odd
+
+
+def _unpack_rows_reference(packed: Tensor, spikes: Tensor) -> None:
+    rows, columns = spikes.shape
+    height = max(1, _SLICE // columns)
+    for start in range(0, rows, height):
+        part = packed[start : start + height]
+        spikes[start : start + height] = _bit_unpack(part.reshape(-1), part.numel() * 8, spikes.dtype).view(
+            part.shape[0], -1
+        )[:, :columns]
+
+
+def _bit_pack_rows_fake(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _check_pack_rows(spikes)
+    packed = spikes.new_empty((*spikes.shape[:-1], (spikes.shape[-1] + 7) // 8), dtype=torch.uint8)
+    return packed, spikes.new_empty((), dtype=torch.bool), spikes.new_empty(())
+
+
+def _bit_unpack_rows_fake(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    _check_unpack_rows(packed, columns, dtype)
+    return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
+
+
+for _name, _run, _fake in (
+    ("bit_pack", _bit_pack, _bit_pack_fake),
+    ("bit_unpack", _bit_unpack, _bit_unpack_fake),
+    ("bit_pack_rows", _bit_pack_rows, _bit_pack_rows_fake),
+    ("bit_unpack_rows", _bit_unpack_rows, _bit_unpack_rows_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run, _key)
+    torch.library.register_fake(f"lightning_memopt::{_name}", _fake, lib=_LIBRARY)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operations
+
+
+def bit_pack(spikes: Tensor, bits: int = 1, maximum: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack a flat tensor of zeros and ones, or of small integers, into bits.
 
     Args:
         spikes: ``[n]``, contiguous, any real dtype.
+        bits: bits per element: 1, 2, 4 or 8.
+        maximum: the largest value that fits; ``2**bits - 1`` if None.
 
     Returns:
-        ``packed``: ``[ceil(n / 8)]`` uint8; ``fits``: 0-dim bool on the same device, True if every value is 0 or 1;
-        ``odd``: 0-dim tensor of the dtype of ``spikes``, a value that is neither (0 if there is none). Where ``fits``
-        is False, ``packed`` does not hold the tensor.
+        ``packed``: ``[ceil(n * bits / 8)]`` uint8; ``fits``: 0-dim bool on the same device, True if every value is an
+        integer from 0 to ``maximum``; ``odd``: 0-dim tensor of the dtype of ``spikes``, a value that is not. Where
+        ``fits`` is True, ``odd`` says nothing; where it is False, ``packed`` does not hold the tensor.
 
     Raises:
-        ValueError: if ``spikes`` is not flat and contiguous, or complex.
+        ValueError: if ``spikes`` is not flat and contiguous, or complex; for other ``bits``; for a ``maximum`` beyond
+            them.
 
     Example:
         >>> packed, fits, odd = bit_pack(torch.tensor([1.0, 0.0, 1.0]))
         >>> packed.tolist(), fits.item()
         ([5], True)
+        >>> packed, fits, odd = bit_pack(torch.tensor([3.0, 0.0, 4.0]), bits=2)
+        >>> fits.item(), odd.item()
+        (False, 4.0)
     """
-    packed, fits, odd = torch.ops.lightning_memopt.bit_pack(spikes)
+    packed, fits, odd = torch.ops.lightning_memopt.bit_pack(spikes, bits, maximum)
     return packed, fits, odd
 
 
-def bit_unpack(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def bit_unpack(packed: Tensor, numel: int, dtype: torch.dtype, bits: int = 1) -> Tensor:
     """Undo :func:`bit_pack`.
 
     Args:
-        packed: ``[ceil(numel / 8)]`` uint8.
+        packed: ``[ceil(numel * bits / 8)]`` uint8.
         numel: number of elements of the original tensor.
         dtype: dtype of the result.
+        bits: bits per element: 1, 2, 4 or 8.
 
     Returns:
-        ``[numel]`` tensor of zeros and ones.
+        ``[numel]`` tensor of the integers that were packed.
 
     Raises:
-        ValueError: if ``packed`` has another length or dtype.
+        ValueError: if ``packed`` has another length or dtype; for other ``bits``.
 
     Example:
         >>> bit_unpack(torch.tensor([5], dtype=torch.uint8), 3, torch.float32)
         tensor([1., 0., 1.])
     """
-    spikes: Tensor = torch.ops.lightning_memopt.bit_unpack(packed, numel, dtype)
+    spikes: Tensor = torch.ops.lightning_memopt.bit_unpack(packed, numel, dtype, bits)
+    return spikes
+
+
+def bit_pack_rows(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack spikes into bits, every row from a byte of its own.
+
+    Args:
+        spikes: ``[..., K]``, any real dtype and strides.
+
+    Returns:
+        ``packed``: ``[..., ceil(K / 8)]`` uint8, the last bits of a row 0; ``fits`` and ``odd`` as of :func:`bit_pack`.
+
+    Raises:
+        ValueError: for a 0-dim or complex tensor.
+
+    Example:
+        >>> packed, fits, odd = bit_pack_rows(torch.ones(2, 9))
+        >>> packed.tolist()
+        [[255, 1], [255, 1]]
+    """
+    packed, fits, odd = torch.ops.lightning_memopt.bit_pack_rows(spikes)
+    return packed, fits, odd
+
+
+def bit_unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`bit_pack_rows`.
+
+    Args:
+        packed: ``[..., ceil(columns / 8)]`` uint8.
+        columns: length of a row of spikes.
+        dtype: dtype of the result.
+
+    Returns:
+        ``[..., columns]`` zeros and ones.
+
+    Raises:
+        ValueError: if rows of ``packed`` have another length, or its dtype is not uint8.
+
+    Example:
+        >>> bit_unpack_rows(torch.tensor([[3, 1]], dtype=torch.uint8), 9, torch.uint8)
+        tensor([[1, 1, 0, 0, 0, 0, 0, 0, 1]], dtype=torch.uint8)
+    """
+    spikes: Tensor = torch.ops.lightning_memopt.bit_unpack_rows(packed, columns, dtype)
     return spikes
