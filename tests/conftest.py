@@ -12,7 +12,16 @@ import numpy
 import pytest
 import torch
 import torch.distributed
+from hypothesis import HealthCheck, settings
 from torch.nn.modules import module as module_hooks
+
+from tests.kernel_backends import kernels  # noqa: F401 - a fixture of all tests
+
+# The `kernels` fixture holds no state that one example could leave to the next; times say nothing on a shared machine.
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 # Both sides of a comparison run with the same number of threads. The models are tiny: more than one only costs time.
 torch.set_num_threads(1)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memopt.ops.exactness import Claim, require_exact
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
 
 # Each temporary of a slice takes at most this many bytes (a multiple of 8 elements).
@@ -60,6 +61,7 @@ _LIBRARY = torch.library.Library("lightning_memopt", "DEF")
 _LIBRARY.define("bit_pack(Tensor spikes, int bits=1, int? maximum=None) -> (Tensor packed, Tensor fits, Tensor odd)")
 _LIBRARY.define("bit_unpack(Tensor packed, int numel, ScalarType dtype, int bits=1) -> Tensor")
 _LIBRARY.define("bit_pack_rows(Tensor spikes) -> (Tensor packed, Tensor fits, Tensor odd)")
+_LIBRARY.define("pack_binary(Tensor spikes, bool by_row, str where) -> Tensor")
 _LIBRARY.define("bit_unpack_rows(Tensor packed, int columns, ScalarType dtype) -> Tensor")
 
 
@@ -322,11 +324,32 @@ def _bit_unpack_rows_fake(packed: Tensor, columns: int, dtype: torch.dtype) -> T
     return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed and checked
+
+
+def _pack_binary(spikes: Tensor, by_row: bool, where: str) -> Tensor:
+    if by_row:
+        packed, fits, odd = _bit_pack_rows(spikes)
+    else:
+        packed, fits, odd = _bit_pack(spikes.reshape(-1).contiguous())
+    remedy = "pass zeros and ones only; sums of spikes are stored by IntegerSpikeCompressor"
+    require_exact(fits, odd, Claim(f"{where} {tuple(spikes.shape)}", "bits hold nothing but 0 and 1", remedy))
+    return packed
+
+
+def _pack_binary_fake(spikes: Tensor, by_row: bool, where: str) -> Tensor:
+    if by_row:
+        return _bit_pack_rows_fake(spikes)[0]
+    return spikes.new_empty(((spikes.numel() + 7) // 8,), dtype=torch.uint8)
+
+
 for _name, _run, _fake in (
     ("bit_pack", _bit_pack, _bit_pack_fake),
     ("bit_unpack", _bit_unpack, _bit_unpack_fake),
     ("bit_pack_rows", _bit_pack_rows, _bit_pack_rows_fake),
     ("bit_unpack_rows", _bit_unpack_rows, _bit_unpack_rows_fake),
+    ("pack_binary", _pack_binary, _pack_binary_fake),
 ):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _key)
@@ -430,3 +453,26 @@ def bit_unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """
     spikes: Tensor = torch.ops.lightning_memopt.bit_unpack_rows(packed, columns, dtype)
     return spikes
+
+
+def pack_binary(spikes: Tensor, where: str, *, by_row: bool = False) -> Tensor:
+    """Pack spikes into bits and make sure that nothing else was packed; also inside a compiled graph.
+
+    Args:
+        spikes: zeros and ones of any shape, strides and real dtype; ``[..., K]`` if ``by_row``.
+        where: what to call them in the error.
+        by_row: start every row at a byte, as :func:`bit_pack_rows`.
+
+    Returns:
+        ``[ceil(numel / 8)]`` uint8, or ``[..., ceil(K / 8)]`` if ``by_row``.
+
+    Raises:
+        NonBinarySpikeError: for another value than 0 and 1: at once on the CPU, before the next optimizer step on CUDA.
+        ValueError: for a complex tensor; for a 0-dim one if ``by_row``.
+
+    Example:
+        >>> pack_binary(torch.eye(2), "spikes")
+        tensor([9], dtype=torch.uint8)
+    """
+    packed: Tensor = torch.ops.lightning_memopt.pack_binary(spikes, by_row, where)
+    return packed
