@@ -14,7 +14,7 @@ template <typename Element>
 __device__ __forceinline__ void pack_rows(
     const typename Element::Raw* __restrict__ spikes, u8* __restrict__ packed, u8* fits, typename Element::Raw* odd,
     i64 rows, i64 columns) {
-    Misfit<typename Element::Raw> misfit = {false, 0};
+    i64 misfit = -1;
     const int lane = threadIdx.x % 32;
     const i64 warps = i64(gridDim.x) * (blockDim.x / 32);
     const i64 pieces = (columns + 1023) / 1024, row_bytes = (columns + 7) / 8;
@@ -27,7 +27,9 @@ __device__ __forceinline__ void pack_rows(
         for (int vote = 0; vote < 32; ++vote) {
             const int column = vote * 32 + lane;
             u32 bit = 0;
-            if (column < left) bit = encode<Element, 1>(source[column], 1, misfit);
+            bool fitting = true;
+            if (column < left) bit = encode<Element, 1>(source[column], 1, fitting);
+            if (!fitting) misfit = row * columns + start + column;
             const u32 votes = __ballot_sync(FULL_WARP, bit);
             if (vote == lane) word = votes;
         }
@@ -37,10 +39,7 @@ __device__ __forceinline__ void pack_rows(
             if (lane * 32 + byte * 8 < left) target[byte] = u8(word >> (byte * 8));
         }
     }
-    if (misfit.found) {
-        *fits = 0;
-        *odd = misfit.value;
-    }
+    report<Element, 1>(spikes, misfit, 1, rows * columns, 1, fits, odd);
 }
 
 // The reverse: a thread writes one element, a warp 32 consecutive ones of a row.

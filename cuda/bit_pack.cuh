@@ -46,37 +46,39 @@ struct Uint8 {
     static __device__ __forceinline__ Raw from_count(u32 count) { return Raw(count); }
 };
 
-// A value that the bits cannot hold, if one was met.
-template <typename Raw>
-struct Misfit {
-    bool found;
-    Raw value;
-};
-
-// The count that an element stands for; remembers the element if it is no integer between 0 and `maximum`.
+// The count that an element stands for; clears `fits` if it is no integer between 0 and `maximum`.
 template <typename Element, int bits>
-__device__ __forceinline__ u32 encode(typename Element::Raw x, u32 maximum, Misfit<typename Element::Raw>& misfit) {
+__device__ __forceinline__ u32 encode(typename Element::Raw x, u32 maximum, bool& fits) {
     u32 count;
-    bool fits;
     if constexpr (bits == 1) {
         count = Element::is_one(x);
-        fits = count || Element::is_zero(x);
+        fits &= count || Element::is_zero(x);
     } else if constexpr (sizeof(typename Element::Raw) == 1) {
-        count = x;
-        fits = count <= maximum;
-        count &= (1u << bits) - 1;
+        fits &= x <= maximum;
+        count = x & ((1u << bits) - 1);
     } else {
         // Adding 2^23 leaves an integer below 2^23 in the low bits of the mantissa; whatever else comes out of it does
         // not convert back to the same pattern.
         float value = Element::value(x);
         count = __float_as_uint(__fadd_rn(value, 8388608.0f)) & ((1u << bits) - 1);
-        fits = Element::is_zero(x) || (__float_as_uint(float(count)) == __float_as_uint(value) && count <= maximum);
-    }
-    if (!fits) {
-        misfit.found = true;
-        misfit.value = x;
+        fits &= Element::is_zero(x) || (__float_as_uint(float(count)) == __float_as_uint(value) && count <= maximum);
     }
     return count;
+}
+
+// Clears the flag and keeps a value that does not fit; `start` says near which element one was met, -1 none. Read again
+// for this rare end, so that the loop before it keeps no value.
+template <typename Element, int bits>
+__device__ __forceinline__ void report(
+    const typename Element::Raw* spikes, i64 start, int count, i64 numel, u32 maximum, u8* fits,
+    typename Element::Raw* odd) {
+    if (start < 0) return;
+    *fits = 0;
+    for (i64 index = start; index < start + count && index < numel; ++index) {
+        bool fitting = true;
+        encode<Element, bits>(spikes[index], maximum, fitting);
+        if (!fitting) *odd = spikes[index];
+    }
 }
 
 template <typename Element, int bits>
@@ -95,8 +97,8 @@ struct Tile {
     static constexpr int chunk_bits = elements_per_lane * bits;
     static constexpr int lanes_per_word = chunk_bits < 32 ? 32 / chunk_bits : 1;
     static constexpr int words_per_lane = chunk_bits < 32 ? 1 : chunk_bits / 32;
-    // 128 bytes of a lane are under way at a time.
-    static constexpr int loads = 8;
+    // So many loads of a lane are under way at a time: enough to hide the memory's latency, few enough for no spills.
+    static constexpr int loads = lanes_per_word > 4 ? lanes_per_word : 4;
     static constexpr int groups = loads / lanes_per_word;
     static constexpr int elements = loads * 32 * elements_per_lane;
     static constexpr int words = elements * bits / 32;
@@ -112,14 +114,14 @@ __device__ __forceinline__ Raw element_of(const u32 (&words)[4], int i) {
 
 template <typename Element, int bits>
 __device__ __forceinline__ void encode_chunk(
-    const uint4& loaded, u32 maximum, Misfit<typename Element::Raw>& misfit, u32 (&out)[Tile<Element, bits>::words_per_lane]) {
+    const uint4& loaded, u32 maximum, bool& fits, u32 (&out)[Tile<Element, bits>::words_per_lane]) {
     typedef Tile<Element, bits> T;
     const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
     for (int w = 0; w < T::words_per_lane; ++w) out[w] = 0;
 #pragma unroll
     for (int i = 0; i < T::elements_per_lane; ++i) {
-        u32 count = encode<Element, bits>(element_of<typename Element::Raw>(words, i), maximum, misfit);
+        u32 count = encode<Element, bits>(element_of<typename Element::Raw>(words, i), maximum, fits);
         out[i * bits / 32] |= count << (i * bits % 32);
     }
 }
@@ -144,8 +146,7 @@ __device__ __forceinline__ void pack(
     const typename Element::Raw* __restrict__ spikes, u8* __restrict__ packed, u8* fits, typename Element::Raw* odd,
     i64 numel, i64 tiles, u32 maximum) {
     typedef Tile<Element, bits> T;
-    typedef typename Element::Raw Raw;
-    Misfit<Raw> misfit = {false, 0};
+    i64 misfit = -1;
     const int lane = threadIdx.x % 32;
     const i64 warps = i64(gridDim.x) * (blockDim.x / 32);
     const i64 warp = i64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -162,7 +163,10 @@ __device__ __forceinline__ void pack(
             const int place = lane % T::lanes_per_word;
 #pragma unroll
             for (int i = 0; i < T::lanes_per_word; ++i) {
-                encode_chunk<Element, bits>(loaded[group * T::lanes_per_word + i], maximum, misfit, words[i]);
+                const int load = group * T::lanes_per_word + i;
+                bool fitting = true;
+                encode_chunk<Element, bits>(loaded[load], maximum, fitting, words[i]);
+                if (!fitting) misfit = tile * T::elements + i64(load * 32 + lane) * T::elements_per_lane;
                 if constexpr (T::lanes_per_word > 1) words[i][0] <<= place * T::chunk_bits;
             }
 #pragma unroll
@@ -193,17 +197,16 @@ __device__ __forceinline__ void pack(
     const i64 threads = i64(gridDim.x) * blockDim.x;
     for (i64 byte = tiles * T::words * 4 + i64(blockIdx.x) * blockDim.x + threadIdx.x; byte < bytes; byte += threads) {
         u32 out = 0;
+        bool fitting = true;
         for (int i = 0; i < per_byte; ++i) {
             const i64 index = byte * per_byte + i;
-            if (index < numel) out |= encode<Element, bits>(spikes[index], maximum, misfit) << (i * bits);
+            if (index < numel) out |= encode<Element, bits>(spikes[index], maximum, fitting) << (i * bits);
         }
         packed[byte] = u8(out);
+        if (!fitting) misfit = byte * per_byte;
     }
 
-    if (misfit.found) {
-        *fits = 0;
-        *odd = misfit.value;
-    }
+    report<Element, bits>(spikes, misfit, T::elements_per_lane > 8 ? T::elements_per_lane : 8, numel, maximum, fits, odd);
 }
 
 // packed -> spikes [numel], the reverse.

@@ -42,8 +42,8 @@ __device__ __forceinline__ u16 bfloat16_from_float(float value) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Asynchronous copies from global to shared memory: 16 bytes, both addresses 16-byte aligned; `valid` bytes are copied,
-// the rest of the 16 is filled with zeros.
+// Asynchronous copies from global to shared memory, of 16 or 4 bytes, both addresses aligned to as much; `valid` bytes
+// are copied, the rest is filled with zeros. Those of 16 bytes pass by the L1 cache.
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -51,6 +51,11 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global, int valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
                  : "memory");
 }
 

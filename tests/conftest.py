@@ -40,6 +40,7 @@ _ENVIRONMENT_OF_LIBRARIES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 
 # seed_everything(), which LightningCLI calls, records the seed here by design; taken back, and no failure.

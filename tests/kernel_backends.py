@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from lightning_memopt.ops.launch import Backend, Kernel, use_backend
-from tests.cuda_on_cpu import CpuKernels
+from tests.cuda_on_cpu import CpuKernels, sanitizing
+
+
+def examples(count: int) -> int:
+    """How many examples Hypothesis is to draw: ``count``, or a few in a run with sanitizers, which is slow."""
+    return min(count, 5) if sanitizing() else count
 
 
 @dataclass(frozen=True)

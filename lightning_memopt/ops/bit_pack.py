@@ -55,7 +55,6 @@ _ENTRY_NAMES = {
     torch.uint8: "uint8",
 }
 _THREADS = 256
-_LOADS = 8  # of 16 bytes, by each lane of a warp: a tile
 
 _LIBRARY = torch.library.Library("lightning_memopt", "DEF")
 _LIBRARY.define("bit_pack(Tensor spikes, int bits=1, int? maximum=None) -> (Tensor packed, Tensor fits, Tensor odd)")
@@ -138,7 +137,9 @@ def _kernel(operation: str, name: str, bits: int) -> Kernel:
 def _tiles(spikes: Tensor, packed: Tensor, bits: int, backend: Backend) -> tuple[int, int]:
     """Whole tiles, 0 where 16-byte accesses are not possible, and the blocks that work through tiles and the rest."""
     numel, warps_per_block = spikes.numel(), _THREADS // 32
-    elements = _LOADS * 32 * 16 // spikes.element_size()
+    per_lane = 16 // spikes.element_size()
+    loads = max(4, 32 // (per_lane * bits))  # of 16 bytes, by each lane of a warp; as in cuda/bit_pack.cuh
+    elements = loads * 32 * per_lane
     aligned = spikes.data_ptr() % 16 == 0 and packed.data_ptr() % 16 == 0
     tiles = numel // elements if aligned else 0
     rest = (numel - tiles * elements) * bits // 8 + 1
@@ -254,7 +255,7 @@ def _bit_pack_rows(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     backend = backend_for(spikes.device)
     name = _ENTRY_NAMES.get(spikes.dtype)
     if backend is None or name is None:
-        return packed, *_pack_rows_reference(spikes.view(rows, columns), packed.view(rows, -1), fits)
+        return packed, *_pack_rows_reference(spikes.view(rows, columns), packed.view(rows, shape[-1]), fits)
     odd = torch.empty((), dtype=spikes.dtype, device=spikes.device)
     arguments = spikes, packed, fits, odd, np.int64(rows), np.int64(columns)
     kernel = Kernel("bit_pack.cu", f"bit_pack_rows_{name}", _THREADS)
@@ -273,7 +274,7 @@ def _bit_unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor
     backend = backend_for(packed.device)
     name = _ENTRY_NAMES.get(dtype)
     if backend is None or name is None:
-        _unpack_rows_reference(packed.view(rows, -1), spikes.view(rows, columns))
+        _unpack_rows_reference(packed.view(rows, packed.shape[-1]), spikes.view(rows, columns))
         return spikes
     arguments = packed, spikes, np.int64(rows), np.int64(columns)
     kernel = Kernel("bit_pack.cu", f"bit_unpack_rows_{name}", _THREADS)

@@ -7,15 +7,17 @@ CUDA kernels on the CPU
 What the header detects (a barrier that not all threads reach, a wild or misaligned access, ...) is raised as
 :class:`KernelError`.
 
-The environment variable ``CUDA_ON_CPU_SANITIZE=1`` compiles with AddressSanitizer and UndefinedBehaviorSanitizer; the
-process then needs libasan preloaded, see ``sanitized.py``.
+With the environment variable of :data:`SANITIZE`, kernels are compiled with AddressSanitizer and
+UndefinedBehaviorSanitizer; the process then needs libasan preloaded, see ``sanitized.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -23,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +39,26 @@ from torch import Tensor
 
 from lightning_memopt.ops.launch import Kernel, read_source
 
+# Environment variable: "1" to compile with the sanitizers.
+SANITIZE = "CUDA_ON_CPU_SANITIZE"
+# Environment variable: a file to which the name of every entry launched is added.
+LAUNCH_LOG = "CUDA_ON_CPU_LAUNCH_LOG"
+
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 
 _FLAGS = (
-    *("-x", "c++", "-std=c++17", "-O2", "-g1", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
+    *("-x", "c++", "-std=c++17", "-g1", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
     *("-ffp-contract=off", "-DCPU_SHIM", f"-I{HEADER.parent}"),
 )
 # Without the sanitizers' runtime library: a failed check is an illegal instruction, which the header reports.
-_TRAPS = ("-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error")
-_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_TRAPS = ("-O2", "-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error")
+_SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 # Bytes of shared memory that a block may have, by compute capability.
-_SHARED_LIMITS = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+_SHARED_LIMITS = {
+    **{(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99},
+    **{(9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99},
+}
 
 
 class KernelError(RuntimeError):
@@ -61,15 +72,17 @@ class Entry:
     Attributes:
         name: the function's name.
         bounds: text of the arguments of its ``__launch_bounds__``, empty without.
+        line: where the source declares it, or uses the macro that does; counted from 1.
     """
 
     name: str
     bounds: str
+    line: int
 
 
 def sanitizing() -> bool:
     """Whether kernels are compiled with AddressSanitizer and UndefinedBehaviorSanitizer."""
-    return os.environ.get("CUDA_ON_CPU_SANITIZE", "") not in ("", "0")
+    return os.environ.get(SANITIZE, "") not in ("", "0")
 
 
 def require_compiler() -> str:
@@ -84,23 +97,27 @@ def require_compiler() -> str:
 
 def entries_of(text: str) -> list[Entry]:
     """The ``extern "C"`` kernels of a source, as :func:`read_source` gives it, after macro expansion."""
-    command = [require_compiler(), *_FLAGS, "-DCUDA_ON_CPU_PARSE", "-E", "-P", "-"]
+    command = [require_compiler(), *_FLAGS, "-DCUDA_ON_CPU_PARSE", "-E", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise KernelError(f"g++ cannot preprocess the source:\n{done.stderr}")
+    expanded = done.stdout
+    markers = list(re.finditer(r'^# (\d+) "<stdin>".*\n', expanded, re.MULTILINE))
     found = []
-    for start in re.finditer(r'extern\s+"C"\s+__global__\b', done.stdout):
-        head = done.stdout[start.end() : done.stdout.index("{", start.end())]
+    for start in re.finditer(r'extern\s+"C"\s+__global__\b', expanded):
+        marker = next(marker for marker in reversed(markers) if marker.end() <= start.start())
+        line = int(marker[1]) + expanded.count("\n", marker.end(), start.start())
+        head = expanded[start.end() : expanded.index("{", start.end())]
         bounds = ""
         if (at := head.find("__launch_bounds__")) >= 0:
-            open_ = head.index("(", at)
-            close = _closing(head, open_)
-            bounds = head[open_ + 1 : close]
-            head = head[:at] + head[close + 1 :]
+            opening = head.index("(", at)
+            closing = _closing(head, opening)
+            bounds = " ".join(head[opening + 1 : closing].split())
+            head = head[:at] + head[closing + 1 :]
         match = re.match(r"\s*void\s+(\w+)\s*\(", head)
         if match is None:
             raise KernelError(f'cannot read the kernel declared by: extern "C" __global__ {head.strip()}')
-        found.append(Entry(match[1], bounds.strip()))
+        found.append(Entry(match[1], bounds, line))
     return found
 
 
@@ -117,21 +134,23 @@ def _closing(text: str, start: int) -> int:
 # Compiling
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _compiler_version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-@functools.lru_cache(maxsize=1)
-def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for folder in (Path(home) / "lightning_memopt-tests", Path(tempfile.gettempdir()) / f"cuda-on-cpu-{os.getuid()}"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept from run to run; what is older than a month is removed."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "lightning_memopt-tests"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            for path in folder.iterdir():
+                if path.is_file() and path.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                    path.unlink(missing_ok=True)
+            return folder
     return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
 
 
@@ -140,7 +159,7 @@ def compile_kernels(text: str, sanitize: bool) -> tuple[Path, list[Entry]]:
     compiler = require_compiler()
     flags = (*_FLAGS, *(_SANITIZERS if sanitize else _TRAPS))
     key = "\0".join((text, HEADER.read_text(), Path(__file__).read_text(), *flags, _compiler_version(compiler)))
-    stem = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
+    stem = cache_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
     library, listing = stem.with_suffix(".so"), stem.with_suffix(".entries")
     if not library.exists():
         entries = entries_of(text)
@@ -150,7 +169,7 @@ def compile_kernels(text: str, sanitize: bool) -> tuple[Path, list[Entry]]:
         # Written beside and moved into place, since another process may be doing the same.
         with tempfile.TemporaryDirectory(dir=stem.parent) as folder:
             (Path(folder) / "source.cu").write_text(source)
-            (Path(folder) / "entries").write_text("".join(f"{entry.name}\t{entry.bounds}\n" for entry in entries))
+            (Path(folder) / "entries").write_text(json.dumps([astuple(entry) for entry in entries]))
             done = subprocess.run(
                 [compiler, *flags, "-o", "library", "source.cu"], cwd=folder, capture_output=True, text=True
             )
@@ -159,7 +178,7 @@ def compile_kernels(text: str, sanitize: bool) -> tuple[Path, list[Entry]]:
             os.replace(Path(folder) / "source.cu", stem.with_suffix(".cu"))
             os.replace(Path(folder) / "entries", listing)
             os.replace(Path(folder) / "library", library)
-    return library, [Entry(*line.split("\t")) for line in listing.read_text().splitlines()]
+    return library, [Entry(*fields) for fields in json.loads(listing.read_text())]
 
 
 class Library:
@@ -167,8 +186,7 @@ class Library:
 
     def __init__(self, text: str, sanitize: bool) -> None:
         self.lines = text.splitlines()
-        self.path, entries = compile_kernels(text, sanitize)
-        self.names = [entry.name for entry in entries]
+        self.path, self.entries = compile_kernels(text, sanitize)
         self.lock = threading.Lock()  # a library runs one launch at a time
         self._library = ctypes.CDLL(str(self.path))
         self._functions: dict[str, tuple[Any, list[str], int]] = {}
@@ -176,8 +194,9 @@ class Library:
     def function(self, name: str) -> tuple[Any, list[str], int]:
         """The function that launches an entry, its parameters' types and the most threads of a block."""
         if name not in self._functions:
-            if name not in self.names:
-                raise KernelError(f"there is no kernel {name}; the source has: {', '.join(self.names) or 'none'}.")
+            names = [entry.name for entry in self.entries]
+            if name not in names:
+                raise KernelError(f"there is no kernel {name}; the source has: {', '.join(names) or 'none'}.")
             launch = self._library[f"launch_{name}"]
             launch.restype = ctypes.c_char_p
             launch.argtypes = [
@@ -208,8 +227,9 @@ class Library:
         return f"an unknown line (offset {offset} of {self.path})"
 
 
-@functools.lru_cache(maxsize=None)
-def _load(text: str, sanitize: bool) -> Library:
+@functools.cache
+def load(text: str, sanitize: bool = False) -> Library:
+    """The compiled kernels of a source, as :func:`read_source` gives it."""
     return Library(text, sanitize)
 
 
@@ -249,6 +269,8 @@ class CpuKernels:
         read: Callable[[str], str] = read_source,
     ) -> None:
         require_compiler()
+        if capability not in _SHARED_LIMITS:
+            raise ValueError(f"The compute capability {capability} is none of {', '.join(map(str, _SHARED_LIMITS))}.")
         self.launches: list[str] = []
         self._seed = seed
         self._multiprocessors = multiprocessors
@@ -265,17 +287,24 @@ class CpuKernels:
     def launch(
         self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any], device: torch.device
     ) -> None:
-        library = _load(self._read(kernel.source), self._sanitize)
+        library = load(self._read(kernel.source), self._sanitize)
         function, types, most_threads = library.function(kernel.entry)
         self._check(kernel, types, most_threads, arguments)
         values = [_value(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         seed = self._seed if self._seed is not None else _draw_seed(kernel, grid, arguments)
-        self.launches.append(kernel.entry)
+        self._note(kernel.entry)
         with library.lock:
             message = function((ctypes.c_uint32 * 3)(*grid), kernel.threads, kernel.shared_bytes, seed, addresses)
         if message is not None:
             raise KernelError(f"{kernel.entry}: {library.explain(message.decode())}; grid {grid}, seed {seed}.")
+
+    def _note(self, entry: str) -> None:
+        self.launches.append(entry)
+        if (log := os.environ.get(LAUNCH_LOG)) and entry not in _logged:
+            _logged.add(entry)
+            with open(log, "a") as file:
+                file.write(f"{entry}\n")
 
     def _check(self, kernel: Kernel, types: list[str], most_threads: int, arguments: Sequence[Any]) -> None:
         if not 1 <= kernel.threads <= (most_threads or 1024):
@@ -294,6 +323,9 @@ class CpuKernels:
             if not _fits(type_, argument):
                 given = f"a tensor of {argument.dtype}" if isinstance(argument, Tensor) else repr(argument)
                 raise KernelError(f"{kernel.entry}: argument {i} is {given}, declared is {_spell(type_)}.")
+
+
+_logged: set[str] = set()
 
 
 def _fits(type_: str, argument: Any) -> bool:

@@ -9,6 +9,9 @@
 // poison, a shuffle from a lane that has returned gives poison. What a GPU forbids ends the launch with a message:
 // barriers that not all threads reach, misaligned or wild accesses, writes beyond the dynamic shared memory.
 // As with -ftz=true, float32 arithmetic takes and gives zero in place of subnormal numbers (on x86-64).
+//
+// Not imitated: how tensor cores round, the last bits of expf and its like, what a cast of a float beyond the integers
+// gives, threads that interleave between two waits, and blocks that wait for each other.
 #pragma once
 
 // With CUDA_ON_CPU_PARSE nothing is defined, so that preprocessing leaves the CUDA keywords in the text.
@@ -28,10 +31,11 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#include <ucontext.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #else
-#include <ucontext.h>
+#define CUDA_ON_CPU_UCONTEXT
 #endif
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -109,13 +113,14 @@ static const int POISONED_BLOCKS = 16;  // of a launch, so that a large grid doe
 struct Copy {
     void* shared;
     const void* global;
+    int bytes;
     int valid;
     u32 group;
 };
 
 struct Fiber {
     unsigned char* stack;
-#if defined(__x86_64__)
+#if !defined(CUDA_ON_CPU_UCONTEXT)
     void* stack_pointer;
 #else
     ucontext_t context;
@@ -164,7 +169,7 @@ static int barrier_line;
 static bool failed;
 static char message[4096];
 static sigjmp_buf after_signal;
-#if defined(__x86_64__)
+#if !defined(CUDA_ON_CPU_UCONTEXT)
 static void* scheduler_stack_pointer;
 #else
 static ucontext_t scheduler_context;
@@ -181,7 +186,7 @@ inline u64 random_bits() {
     return z ^ (z >> 31);
 }
 
-#if defined(__x86_64__)
+#if !defined(CUDA_ON_CPU_UCONTEXT)
 asm(R"(
     .text
     .local cuda_on_cpu_switch
@@ -221,7 +226,7 @@ inline void switch_fibers(u32 from, u32 to) {
         current = to;
         threadIdx.x = to;
     }
-#if defined(__x86_64__)
+#if !defined(CUDA_ON_CPU_UCONTEXT)
     cuda_on_cpu_switch(
         from == MAX_THREADS ? &scheduler_stack_pointer : &fibers[from].stack_pointer,
         to == MAX_THREADS ? scheduler_stack_pointer : fibers[to].stack_pointer);
@@ -379,7 +384,7 @@ inline void land(Fiber& fiber, u32 groups) {
             fiber.copies[kept++] = copy;
             continue;
         }
-        memset(copy.shared, 0, 16);
+        memset(copy.shared, 0, copy.bytes);
         memcpy(copy.shared, copy.global, copy.valid);
     }
     fiber.copies.resize(kept);
@@ -434,7 +439,7 @@ inline void make_fiber(Fiber& fiber) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(fiber.stack, STACK_BYTES);
 #endif
-#if defined(__x86_64__)
+#if !defined(CUDA_ON_CPU_UCONTEXT)
     // Six saved registers, the address of fiber_main, and a null return address, which ends backtraces.
     void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES) - 8;
     for (int i = 0; i < 8; i++) top[i] = nullptr;
@@ -560,12 +565,14 @@ inline void check_guard() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Faults of a kernel: wild addresses, and what the compiler's checks trap (misalignment, an index beyond an array)
 
-static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
 
 inline void on_signal(int number, siginfo_t* info, void* context) {
     uintptr_t at = 0;
 #if defined(__x86_64__)
     at = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP];
+#elif defined(__aarch64__)
+    at = static_cast<ucontext_t*>(context)->uc_mcontext.pc;
 #else
     (void)context;
 #endif
@@ -584,9 +591,16 @@ inline void on_signal(int number, siginfo_t* info, void* context) {
             return 0;
         },
         pair);
-    const char* fault = number == SIGILL   ? "a misaligned access, an index beyond an array or undefined arithmetic"
-                        : number == SIGFPE ? "a division by zero"
-                                           : "an access outside its memory";
+    auto address = static_cast<unsigned char*>(info->si_addr);
+    const unsigned char* stack = fibers[current].stack;
+    const char* fault = "an access outside its memory";
+    if (number == SIGFPE) fault = "a division by zero";
+    if (number == SIGILL || number == SIGTRAP) {
+        fault = "a misaligned access, an index beyond an array or undefined arithmetic";
+    }
+    if (number == SIGSEGV && address < stack && address >= stack - PAGE_BYTES) {
+        fault = "too deep a recursion or too large a local array";
+    }
     snprintf(message, sizeof message, "thread %u makes %s (address %p) at code +0x%zx", current, fault,
              number == SIGSEGV || number == SIGBUS ? info->si_addr : nullptr, size_t(at - pair[1]));
     failed = true;
@@ -595,7 +609,7 @@ inline void on_signal(int number, siginfo_t* info, void* context) {
 
 struct Signals {
 #if !defined(__SANITIZE_ADDRESS__)
-    struct sigaction before[4];
+    struct sigaction before[5];
     stack_t stack_before;
     Signals() {
         static unsigned char stack[64 * 1024];
@@ -606,10 +620,10 @@ struct Signals {
         struct sigaction action{};
         action.sa_sigaction = on_signal;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-        for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &action, &before[i]);
+        for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &before[i]);
     }
     ~Signals() {
-        for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &before[i], nullptr);
+        for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &before[i], nullptr);
         sigaltstack(&stack_before, nullptr);
     }
 #endif
@@ -1121,22 +1135,31 @@ inline u16 bfloat16_from_float(float value) {
     return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline void copy_async_16(void* shared, const void* global, int valid, int line = __builtin_LINE()) {
-    if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
-        cuda_on_cpu::stop("thread %u calls copy_async_16 (line %d) with an address that is not aligned to 16 bytes",
-                          cuda_on_cpu::current, line);
+template <int bytes>
+inline void copy_async(void* shared, const void* global, int valid, int line) {
+    if (reinterpret_cast<uintptr_t>(shared) % bytes || reinterpret_cast<uintptr_t>(global) % bytes) {
+        cuda_on_cpu::stop("thread %u calls copy_async_%d (line %d) with an address that is not aligned to %d bytes",
+                          cuda_on_cpu::current, bytes, line, bytes);
     }
-    if (valid < 0 || valid > 16) {
-        cuda_on_cpu::stop("thread %u calls copy_async_16 (line %d) with %d valid bytes", cuda_on_cpu::current, line,
-                          valid);
+    if (valid < 0 || valid > bytes) {
+        cuda_on_cpu::stop("thread %u calls copy_async_%d (line %d) with %d valid bytes", cuda_on_cpu::current, bytes,
+                          line, valid);
     }
-    if (!cuda_on_cpu::is_shared(shared, 16)) {
-        cuda_on_cpu::stop("thread %u calls copy_async_16 (line %d) with a target outside the shared memory",
-                          cuda_on_cpu::current, line);
+    if (!cuda_on_cpu::is_shared(shared, bytes)) {
+        cuda_on_cpu::stop("thread %u calls copy_async_%d (line %d) with a target outside the shared memory",
+                          cuda_on_cpu::current, bytes, line);
     }
     auto& fiber = cuda_on_cpu::fibers[cuda_on_cpu::current];
-    memset(shared, cuda_on_cpu::POISON, 16);
-    fiber.copies.push_back({shared, global, valid, fiber.groups});
+    memset(shared, cuda_on_cpu::POISON, bytes);
+    fiber.copies.push_back({shared, global, bytes, valid, fiber.groups});
+}
+
+inline void copy_async_4(void* shared, const void* global, int valid, int line = __builtin_LINE()) {
+    copy_async<4>(shared, global, valid, line);
+}
+
+inline void copy_async_16(void* shared, const void* global, int valid, int line = __builtin_LINE()) {
+    copy_async<16>(shared, global, valid, line);
 }
 
 inline void copy_async_commit() { cuda_on_cpu::fibers[cuda_on_cpu::current].groups++; }
