@@ -29,6 +29,7 @@ from lightning_memopt.ops.bit_pack import (
     pack_binary,
 )
 from lightning_memopt.ops.launch import use_backend
+from tests.cuda_on_cpu import CpuKernels
 from tests.kernel_backends import Kernels, examples
 
 LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 9000)
@@ -263,6 +264,39 @@ def test_memory_around_the_results_is_left_alone(kernels: Kernels) -> None:
         assert target[:length].tolist() == bits_by_hand(spikes, 1)
         assert (packed[:16] == 0xA5).all()
         assert (target[length:] == 0xA5).all()
+
+
+BEYOND_31_BITS = [(torch.uint8, 1), (torch.bool, 1), (torch.uint8, 2), (torch.float16, 1), (torch.float32, 4)]
+
+
+def some_blocks(first: int, last: int | None) -> CpuKernels:
+    """A GPU with a block for every tile, of which only some run: memory that nobody touches is not there."""
+    return CpuKernels(multiprocessors=2**20, blocks=slice(first, last))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), BEYOND_31_BITS)
+def test_tiles_beyond_31_bits_do_not_wrap(dtype: torch.dtype, bits: int) -> None:
+    end = 8 * 512  # no more than the eight warps of the last block take
+    spikes = torch.empty(2**31 + 8 * 2048, dtype=dtype)
+    spikes[-end:] = random_counts(end, dtype, torch.device("cpu"), 0, largest=2**bits - 1)
+    with use_backend("cpu", some_blocks(-1, None)):
+        packed = bit_pack(spikes, bits)[0]
+        unpacked = bit_unpack(packed, spikes.numel(), dtype, bits)
+    assert torch.equal(packed[-end * bits // 8 :], bit_pack(spikes[-end:].clone(), bits)[0])
+    assert torch.equal(unpacked[-end:], spikes[-end:])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), BEYOND_31_BITS)
+def test_the_rest_beyond_31_bits_does_not_wrap(dtype: torch.dtype, bits: int) -> None:
+    spikes = torch.empty(2**31 + 8 * 2048 + 5, dtype=dtype)
+    spikes[-5:] = random_counts(5, dtype, torch.device("cpu"), 0, largest=2**bits - 1)
+    # Byte by byte, from the first block on.
+    with use_backend("cpu", some_blocks(0, 1)):
+        packed = bit_pack(spikes, bits)[0]
+        unpacked = bit_unpack(packed, spikes.numel(), dtype, bits)
+    expected = bit_pack(spikes[-5:].clone(), bits)[0]
+    assert torch.equal(packed[-expected.numel() :], expected)
+    assert torch.equal(unpacked[-5:], spikes[-5:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -201,6 +202,7 @@ class Library:
             launch.restype = ctypes.c_char_p
             launch.argtypes = [
                 *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p),
+                *(ctypes.c_uint64, ctypes.c_uint64),
             ]
             signature = self._library[f"signature_of_{name}"]
             signature.restype = ctypes.c_char_p
@@ -256,6 +258,8 @@ class CpuKernels:
         multiprocessors: of the pretended GPU.
         capability: of the pretended GPU.
         read: gives the text of a source by name.
+        blocks: which blocks of every launch run, in their natural order; None: all of them. For tensors too large to
+            be worked through on the CPU.
 
     Attributes:
         launches: entries launched so far.
@@ -267,6 +271,7 @@ class CpuKernels:
         multiprocessors: int = 2,
         capability: tuple[int, int] = (9, 0),
         read: Callable[[str], str] = read_source,
+        blocks: slice | None = None,
     ) -> None:
         require_compiler()
         if capability not in _SHARED_LIMITS:
@@ -276,6 +281,7 @@ class CpuKernels:
         self._multiprocessors = multiprocessors
         self._capability = capability
         self._read = read
+        self._blocks = blocks
         self._sanitize = sanitizing()
 
     def multiprocessors(self, device: torch.device) -> int:
@@ -294,8 +300,13 @@ class CpuKernels:
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         seed = self._seed if self._seed is not None else _draw_seed(kernel, grid, arguments)
         self._note(kernel.entry)
+        first, last = 0, 0
+        if self._blocks is not None:
+            first, last, _ = self._blocks.indices(math.prod(grid))
         with library.lock:
-            message = function((ctypes.c_uint32 * 3)(*grid), kernel.threads, kernel.shared_bytes, seed, addresses)
+            message = function(
+                (ctypes.c_uint32 * 3)(*grid), kernel.threads, kernel.shared_bytes, seed, addresses, first, last
+            )
         if message is not None:
             raise KernelError(f"{kernel.entry}: {library.explain(message.decode())}; grid {grid}, seed {seed}.")
 

@@ -647,14 +647,16 @@ struct KeepSubnormals {
 
 inline u64 gcd(u64 a, u64 b) { return b ? gcd(b, a % b) : a; }
 
-// Runs all blocks of a launch; returns null, or what went wrong.
-inline const char* run(const u32* grid, u32 threads, u64 shared_bytes, u64 seed, Entry entry, void** arguments) {
+// Runs the blocks of a launch from `first` to before `last` (0, 0: all of them; else in their natural order); returns
+// null, or what went wrong.
+inline const char* run(
+    const u32* grid, u32 threads, u64 shared_bytes, u64 seed, Entry entry, void** arguments, u64 first, u64 last) {
     launch = {entry, arguments, threads, shared_bytes, seed, Order::first};
     failed = false;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     threadIdx = {0, 0, 0};
-    u64 blocks = u64(grid[0]) * grid[1] * grid[2], step = 1, block = 0;
+    u64 blocks = u64(grid[0]) * grid[1] * grid[2], step = 1, block = first, count = last ? last - first : blocks;
     if (seed) {
         launch.order = random_bits() & 1 ? Order::any_warp : Order::favoured_warp;
         for (int i = 0; i < 32; i++) {
@@ -662,9 +664,11 @@ inline const char* run(const u32* grid, u32 threads, u64 shared_bytes, u64 seed,
             warp_order[i] = warp_order[j];
             warp_order[j] = i;
         }
-        block = random_bits() % blocks;
-        do step = 1 + random_bits() % blocks;
-        while (gcd(step, blocks) != 1);
+        if (!last) {
+            block = random_bits() % blocks;
+            do step = 1 + random_bits() % blocks;
+            while (gcd(step, blocks) != 1);
+        }
     }
     for (; fibers_made < threads && !failed; fibers_made++) make_fiber(fibers[fibers_made]);
 #if defined(__SANITIZE_ADDRESS__)
@@ -681,7 +685,7 @@ inline const char* run(const u32* grid, u32 threads, u64 shared_bytes, u64 seed,
         (void)signals;
         (void)flush;
         if (!sigsetjmp(after_signal, 1)) {
-            for (u64 i = 0; i < blocks && !failed; i++, block = (block + step) % blocks) {
+            for (u64 i = 0; i < count && !failed; i++, block = (block + step) % blocks) {
                 blockIdx = {u32(block % grid[0]), u32(block / grid[0] % grid[1]), u32(block / grid[0] / grid[1])};
                 poison_shared(i < POISONED_BLOCKS);
                 run_block();
@@ -1236,8 +1240,9 @@ inline Entry entry_of(void (*)(Parameters...)) {
     }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const int launch_bounds_of_##name[] = {__VA_ARGS__, 0};          \
     extern "C" __attribute__((visibility("default"))) const char* launch_##name(                                      \
-        const u32* grid, u32 threads, u64 shared_bytes, u64 seed, void** arguments) {                                 \
-        return cuda_on_cpu::run(grid, threads, shared_bytes, seed, cuda_on_cpu::entry_of<&name>(&name), arguments);   \
+        const u32* grid, u32 threads, u64 shared_bytes, u64 seed, void** arguments, u64 first, u64 last) {            \
+        return cuda_on_cpu::run(                                                                                      \
+            grid, threads, shared_bytes, seed, cuda_on_cpu::entry_of<&name>(&name), arguments, first, last);          \
     }
 
 #endif  // CUDA_ON_CPU_PARSE
