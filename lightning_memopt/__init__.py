@@ -16,6 +16,7 @@ _HOME = {
     "MemoryMonitor": "callbacks",
     "optimize_memory": "planning",
     "Plan": "planning",
+    "MemoryBudgetError": "planning",
     "apply_plan": "planning",
     "applied_plan": "planning",
     "remove_plan": "planning",
@@ -30,9 +31,16 @@ _HOME = {
     "IntegerSpikeCompressor": "checkpointing",
     "NonBinarySpikeError": "checkpointing",
     "measure_memory": "measuring",
+    "IFLinear": "layers",
+    "LIFLinear": "layers",
+    "fuse_neurons": "fused_neurons",
+    "unfuse_neurons": "fused_neurons",
 }
+_MODULES = ("functional", "surrogate")
 
 if TYPE_CHECKING:
+    from lightning_memopt import functional as functional
+    from lightning_memopt import surrogate as surrogate
     from lightning_memopt.callbacks import MemoryMonitor, MemoryOptimization
     from lightning_memopt.checkpointing import (
         BitSpikeCompressor,
@@ -46,13 +54,25 @@ if TYPE_CHECKING:
         checkpoint_module,
         unwrap_module,
     )
+    from lightning_memopt.fused_neurons import fuse_neurons, unfuse_neurons
+    from lightning_memopt.layers import IFLinear, LIFLinear
     from lightning_memopt.measuring import measure_memory
-    from lightning_memopt.planning import Plan, applied_plan, apply_plan, optimize_memory, remove_plan
+    from lightning_memopt.planning import (
+        MemoryBudgetError,
+        Plan,
+        applied_plan,
+        apply_plan,
+        optimize_memory,
+        remove_plan,
+    )
 
 __all__ = [
     "BitSpikeCompressor",
     "BooleanSpikeCompressor",
+    "IFLinear",
     "IntegerSpikeCompressor",
+    "LIFLinear",
+    "MemoryBudgetError",
     "MemoryMonitor",
     "MemoryOptimization",
     "NonBinarySpikeError",
@@ -64,14 +84,20 @@ __all__ = [
     "apply_plan",
     "checkpoint",
     "checkpoint_module",
+    "functional",
+    "fuse_neurons",
     "measure_memory",
     "optimize_memory",
     "remove_plan",
+    "surrogate",
+    "unfuse_neurons",
     "unwrap_module",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

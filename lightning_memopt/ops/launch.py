@@ -187,14 +187,14 @@ class CupyBackend:
 
     def __init__(self) -> None:
         self._cupy = _import_cupy()
-        self._kernels: dict[tuple[int, str, str], Any] = {}
+        self._kernels: dict[tuple[int, Kernel], Any] = {}
         self._modules: dict[tuple[int, str], Any] = {}
         self._lock = threading.Lock()
 
     def launch(self, kernel: Kernel, grid: Grid, arguments: Sequence[Any], device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index):
-            compiled = self._kernels.get((index, kernel.source, kernel.entry))
+            compiled = self._kernels.get((index, kernel))
             if compiled is None:
                 compiled = self._compile(kernel, index)
             values = [
@@ -223,9 +223,11 @@ class CupyBackend:
                 module = self._cupy.RawModule(code=read_source(kernel.source), options=self.OPTIONS)
                 self._modules[index, kernel.source] = module
             compiled = module.get_function(kernel.entry)
-            if kernel.shared_bytes > _STATIC_SHARED_LIMIT:
+            # One function serves launches with more and with less shared memory: the limit may only rise.
+            known = [other.shared_bytes for (on, other) in self._kernels if (on, other.entry) == (index, kernel.entry)]
+            if kernel.shared_bytes > max(_STATIC_SHARED_LIMIT, *known, 0):
                 compiled.max_dynamic_shared_size_bytes = kernel.shared_bytes
-            self._kernels[index, kernel.source, kernel.entry] = compiled
+            self._kernels[index, kernel] = compiled
             return compiled
 
 

@@ -647,16 +647,18 @@ struct KeepSubnormals {
 
 inline u64 gcd(u64 a, u64 b) { return b ? gcd(b, a % b) : a; }
 
-// Runs the blocks of a launch from `first` to before `last` (0, 0: all of them; else in their natural order); returns
-// null, or what went wrong.
+// Runs the blocks of a launch from `first_block` to before `last_block`, in their natural order (0, 0: all of them);
+// returns null, or what went wrong.
 inline const char* run(
-    const u32* grid, u32 threads, u64 shared_bytes, u64 seed, Entry entry, void** arguments, u64 first, u64 last) {
+    const u32* grid, u32 threads, u64 shared_bytes, u64 seed, Entry entry, void** arguments, u64 first_block,
+    u64 last_block) {
     launch = {entry, arguments, threads, shared_bytes, seed, Order::first};
     failed = false;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     threadIdx = {0, 0, 0};
-    u64 blocks = u64(grid[0]) * grid[1] * grid[2], step = 1, block = first, count = last ? last - first : blocks;
+    u64 blocks = u64(grid[0]) * grid[1] * grid[2], step = 1, block = first_block;
+    u64 count = last_block ? last_block - first_block : blocks;
     if (seed) {
         launch.order = random_bits() & 1 ? Order::any_warp : Order::favoured_warp;
         for (int i = 0; i < 32; i++) {
@@ -664,7 +666,7 @@ inline const char* run(
             warp_order[i] = warp_order[j];
             warp_order[j] = i;
         }
-        if (!last) {
+        if (!last_block) {
             block = random_bits() % blocks;
             do step = 1 + random_bits() % blocks;
             while (gcd(step, blocks) != 1);
@@ -1240,9 +1242,10 @@ inline Entry entry_of(void (*)(Parameters...)) {
     }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const int launch_bounds_of_##name[] = {__VA_ARGS__, 0};          \
     extern "C" __attribute__((visibility("default"))) const char* launch_##name(                                      \
-        const u32* grid, u32 threads, u64 shared_bytes, u64 seed, void** arguments, u64 first, u64 last) {            \
+        const u32* grid, u32 threads, u64 shared_bytes, u64 seed, void** arguments, u64 first_block, u64 last_block) {\
         return cuda_on_cpu::run(                                                                                      \
-            grid, threads, shared_bytes, seed, cuda_on_cpu::entry_of<&name>(&name), arguments, first, last);          \
+            grid, threads, shared_bytes, seed, cuda_on_cpu::entry_of<&name>(&name), arguments, first_block,           \
+            last_block);                                                                                              \
     }
 
 #endif  // CUDA_ON_CPU_PARSE

@@ -1,0 +1,155 @@
+"""
+SpikingJelly's neurons by our kernels
+=====================================
+
+:func:`fuse_neurons` lets the ``IFNode`` and ``LIFNode`` modules of a model run their loop over time by
+:func:`~lightning_memopt.functional.neuron.if_spike` and ``lif_spike``: one kernel that keeps nothing but its input for
+backward, in place of SpikingJelly's stored potentials. The modules stay the same objects, with their names, memories
+and ``state_dict``; :func:`unfuse_neurons` gives their classes back.
+
+Fused are multi-step calls in float32 with one of the seven built-in surrogates and ``store_v_seq=False``; any other
+call of a fused node, and any other neuron, runs as before. On the CPU spikes, potentials and gradients are those of
+SpikingJelly bit for bit. On CUDA they are those of the eager loop; SpikingJelly's own CUDA kernels may round otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.functional.neuron import if_spike, lif_spike
+from lightning_memopt.surrogate import BuiltInSurrogate, as_surrogate
+
+__all__ = ["fuse_neurons", "unfuse_neurons"]
+
+_NODES = "spikingjelly.activation_based.neuron"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def fuse_neurons(model: nn.Module) -> int:
+    """Let SpikingJelly's IF and LIF neurons in ``model`` run by one kernel for all time steps.
+
+    Call it before ``checkpoint_module`` or ``optimize_memory``. Subclasses of the two nodes are left alone.
+
+    Args:
+        model: any module; it is changed in place.
+
+    Returns:
+        How many neurons are fused now.
+
+    Example:
+        >>> fuse_neurons(torch.nn.Linear(2, 2))
+        0
+    """
+    library = sys.modules.get(_NODES)
+    if library is None:
+        return 0
+    fused = 0
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind in (library.IFNode, library.LIFNode):
+            object.__setattr__(module, "__class__", _fused_class(kind))
+        fused += type(module) in _CLASSES.values()
+    return fused
+
+
+def unfuse_neurons(model: nn.Module) -> int:
+    """Undo :func:`fuse_neurons`.
+
+    Args:
+        model: any module; it is changed in place.
+
+    Returns:
+        How many neurons were fused.
+
+    Raises:
+        ValueError: if a fused neuron has been given another class since, as ``checkpoint_module`` does.
+
+    Example:
+        >>> unfuse_neurons(torch.nn.Linear(2, 2))
+        0
+    """
+    originals: dict[Any, Any] = {fused: original for original, fused in _CLASSES.items()}
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, tuple(originals))]
+    for name, module in found:
+        if type(module) not in originals:
+            raise ValueError(
+                f"{name or 'model'} was fused and has been changed since, by checkpoint_module or a wrapper. Undo that "
+                "first (unwrap_module)."
+            )
+    for _, module in found:
+        object.__setattr__(module, "__class__", originals[type(module)])
+    return len(found)
+
+
+def _fused_class(original: Any) -> Any:
+    if original in _CLASSES:
+        return _CLASSES[original]
+
+    def multi_step_forward(self: Any, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
+        surrogate = _fusable(self, x_seq, args, kwargs)
+        if surrogate is None:
+            return super(fused, self).multi_step_forward(x_seq, *args, **kwargs)
+        v = self._memories["v"]
+        if isinstance(v, Tensor):
+            (v,) = self.materialize_states((x_seq,), (v,), "m")
+        neuron = {
+            "v_threshold": self.v_threshold,
+            "v_reset": self.v_reset,
+            "detach_reset": self.detach_reset,
+            "surrogate_function": surrogate,
+        }
+        if hasattr(self, "tau"):
+            spikes, v = lif_spike(x_seq, v, tau=self.tau, decay_input=self.decay_input, **neuron)
+        else:
+            spikes, v = if_spike(x_seq, v, **neuron)
+        self._memories["v"] = v
+        self.v_seq = None
+        return spikes
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        make, make_args, *rest = super(fused, self).__reduce_ex__(protocol)
+        plain_args = tuple(original if arg is type(self) else arg for arg in make_args)
+        return (_remake, (make, plain_args), *rest)
+
+    fused: Any = type(original)(
+        original.__name__,
+        (original,),
+        {
+            "multi_step_forward": multi_step_forward,
+            "__reduce_ex__": reduce_ex,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+        },
+    )
+    _CLASSES[original] = fused
+    return fused
+
+
+def _remake(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    """Called by pickle and deepcopy: an object of SpikingJelly's class, fused."""
+    module = make(*args)
+    module.__class__ = _fused_class(type(module))
+    return module
+
+
+def _fusable(node: Any, x_seq: object, args: Any, kwargs: Any) -> BuiltInSurrogate | None:
+    """The surrogate, where the equations of this call are ours."""
+    if args or kwargs or not isinstance(x_seq, Tensor) or x_seq.dtype != torch.float32 or len(x_seq) == 0:
+        return None
+    if node.store_v_seq or getattr(node, "_neuron_precision", None) is not None:
+        return None
+    if getattr(node, "backend", "torch") != "torch" or set(node._memories) != {"v"}:
+        return None
+    v = node._memories["v"]
+    if not (isinstance(v, float) or (isinstance(v, Tensor) and v.is_floating_point())):
+        return None
+    if not getattr(node.surrogate_function, "spiking", True):
+        return None
+    surrogate = as_surrogate(node.surrogate_function)
+    return surrogate if isinstance(surrogate, BuiltInSurrogate) else None

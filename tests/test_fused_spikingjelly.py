@@ -1,0 +1,283 @@
+"""SpikingJelly's neurons by our kernels, its surrogates as ours, and its reset of our layers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from torch import Tensor, nn
+
+from lightning_memopt import BitSpikeCompressor, checkpoint_module, unwrap_module
+from lightning_memopt.functional.neuron import if_linear, lif_linear
+from lightning_memopt.fused_neurons import fuse_neurons, unfuse_neurons
+from lightning_memopt.layers import LIFLinear
+from lightning_memopt.surrogate import BUILT_IN, BuiltInSurrogate, as_surrogate
+from tests.equality import assert_optimized_equals_plain, call
+
+SURROGATES = [getattr(surrogate, kind.__name__) for kind in BUILT_IN]
+NODES: dict[str, Callable[..., nn.Module]] = {
+    "IF": neuron.IFNode,
+    "LIF": lambda **kwargs: neuron.LIFNode(tau=3.3, **kwargs),
+    "LIF, raw input": lambda **kwargs: neuron.LIFNode(tau=3.3, decay_input=False, **kwargs),
+}
+
+each_surrogate = pytest.mark.parametrize("kind", SURROGATES, ids=lambda kind: kind.__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surrogates
+
+
+@each_surrogate
+@pytest.mark.parametrize("alpha", [None, 0.7, 3.0])
+def test_its_surrogates_are_ours(kind: Any, alpha: float | None) -> None:
+    theirs = kind() if alpha is None else kind(alpha)
+    ours = as_surrogate(theirs)
+    assert isinstance(ours, BuiltInSurrogate)
+    assert (type(ours).__name__, ours.alpha) == (kind.__name__, theirs.alpha)
+    x = torch.linspace(-3, 3, 1001, dtype=torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad(theirs(x).sum(), x)
+    torch.testing.assert_close(ours.derivative(x.detach()), grad, rtol=1e-9, atol=1e-12)
+    assert torch.equal(ours(x), theirs(x))
+
+
+class Wider(surrogate.Sigmoid):
+    @staticmethod
+    def spiking_function(x: Tensor, alpha: float) -> Tensor:
+        return surrogate.Sigmoid.spiking_function(x, alpha / 2)
+
+
+def test_a_surrogate_derived_from_its_own_keeps_its_derivative() -> None:
+    ours = as_surrogate(Wider())
+    assert not isinstance(ours, BuiltInSurrogate)
+    x = torch.linspace(-1, 1, 11)
+    torch.testing.assert_close(ours.derivative(x), as_surrogate(surrogate.Sigmoid(2.0)).derivative(x))
+
+
+def test_its_other_surrogates_are_taken_for_their_derivative() -> None:
+    x = torch.linspace(-1, 1, 11).requires_grad_()
+    rectangle = surrogate.Rect()
+    (grad,) = torch.autograd.grad(rectangle(x).sum(), x)
+    torch.testing.assert_close(as_surrogate(rectangle).derivative(x.detach()), grad)
+
+
+def test_a_surrogate_that_does_not_spike_is_refused() -> None:
+    with pytest.raises(ValueError, match="Set spiking=True"):
+        as_surrogate(surrogate.Sigmoid(spiking=False))
+
+
+PROJECTIONS = {
+    "if_linear": (if_linear, functional.if_multi_step),
+    "lif_linear": (lif_linear, functional.lif_multi_step),
+}
+
+
+@pytest.mark.parametrize("name", list(PROJECTIONS))
+def test_a_call_of_its_fused_projection_is_a_call_of_ours(name: str) -> None:
+    """As its documentation calls them, so that users change an import. Its own run on CUDA only."""
+    ours, neurons = PROJECTIONS[name]
+    parameters = {p.name: p.kind for p in inspect.signature(getattr(functional, name)).parameters.values()}
+    del parameters["threads"]  # of a block: tunes its kernel
+    assert {p.name: p.kind for p in inspect.signature(ours).parameters.values()} == parameters
+
+    def gradients(project: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        x, v0 = torch.rand(3, 2, 8).mul_(2).requires_grad_(), torch.zeros(2, 8, requires_grad=True)
+        weight_t = nn.Parameter(torch.randn(8, 4))
+        y, v_final = project(x, v0, weight_t, surrogate_function=surrogate.ATan())
+        return y, v_final, *torch.autograd.grad(y.square().sum() + v_final.sum(), (x, v0, weight_t))
+
+    def unfused(x: Tensor, v: Tensor, weight_t: Tensor, *, surrogate_function: Any) -> tuple[Tensor, Tensor]:
+        spikes, v_final, _ = neurons(x, v, surrogate_function=surrogate_function)
+        return spikes @ weight_t, v_final
+
+    torch.testing.assert_close(gradients(ours), gradients(unfused))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nodes
+
+
+@each_surrogate
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("v_reset", [0.0, None, -0.2])
+@pytest.mark.parametrize("detach_reset", [False, True])
+def test_a_fused_node_is_the_plain_one_bit_for_bit(
+    kind: Any, node: str, v_reset: float | None, detach_reset: bool
+) -> None:
+    def make() -> nn.Module:
+        return NODES[node](
+            v_threshold=0.7,
+            v_reset=v_reset,
+            detach_reset=detach_reset,
+            surrogate_function=kind(),
+            step_mode="m",
+        )
+
+    def step(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        """Two calls, the second from the potential that the first left."""
+        first, second = batch.args
+        return model(first), model(second), model.v
+
+    _, fused = assert_optimized_equals_plain(
+        make,
+        fuse_neurons,
+        lambda: call(*(torch.randn(9, 3, 5, requires_grad=True) for _ in range(2))),
+        step=step,
+        between=functional.reset_net,
+        steps=2,
+    )
+    assert type(fused) is not type(make())
+
+
+class Network(nn.Module):
+    """Convolutions on frames, neurons on sequences, as models of the library are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = layer.Conv2d(2, 4, 3, padding=1)
+        self.norm1 = layer.BatchNorm2d(4)
+        self.neurons1 = neuron.IFNode(surrogate_function=surrogate.ATan(), detach_reset=True)
+        self.conv2 = layer.Conv2d(4, 3, 3, padding=1)
+        self.neurons2 = neuron.LIFNode(v_reset=None)
+        self.again = self.neurons2
+        functional.set_step_mode(self, "m")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.neurons1(self.norm1(self.conv1(x)))
+        return self.neurons2(self.conv2(x)).mean(0)
+
+
+def batch() -> Any:
+    return call(torch.randn(4, 2, 2, 6, 5) * 2)
+
+
+@pytest.mark.parametrize("between", [functional.reset_net, functional.detach_net], ids=["reset", "carried"])
+def test_a_network_trains_alike(between: Callable[[Any], object]) -> None:
+    assert_optimized_equals_plain(Network, fuse_neurons, batch, between=between)
+
+
+def test_a_fused_network_can_be_checkpointed() -> None:
+    def treat(model: nn.Module) -> None:
+        fuse_neurons(model)
+        checkpoint_module(model, compressor=BitSpikeCompressor())
+
+    assert_optimized_equals_plain(Network, treat, batch, between=functional.reset_net)
+
+
+def test_fusing_and_unfusing_change_the_class_only() -> None:
+    network = Network()
+    objects, keys = list(network.modules()), list(network.state_dict())
+    shown = repr(network)
+    assert fuse_neurons(network) == 2
+    assert fuse_neurons(network) == 2
+    assert list(network.modules()) == objects
+    assert list(network.state_dict()) == keys
+    assert repr(network) == shown
+    assert isinstance(network.neurons1, neuron.IFNode)
+    assert type(network.neurons1) is not neuron.IFNode
+    assert unfuse_neurons(network) == 2
+    assert type(network.neurons1) is neuron.IFNode
+    assert unfuse_neurons(network) == 0
+
+
+def test_a_fused_neuron_under_a_checkpoint_must_be_unwrapped_first() -> None:
+    network = Network()
+    fuse_neurons(network)
+    checkpoint_module(network.neurons1)
+    with pytest.raises(ValueError, match="neurons1 was fused and has been changed since"):
+        unfuse_neurons(network)
+    unwrap_module(network.neurons1)
+    assert unfuse_neurons(network) == 2
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_copies_and_pickles_are_fused_as_well(checkpointed: bool) -> None:
+    network = Network().eval()
+    fuse_neurons(network)
+    if checkpointed:
+        checkpoint_module(network.neurons1)
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert type(other.neurons1) is type(network.neurons1)
+        assert type(other.neurons2) is type(network.neurons2)
+        x = torch.randn(3, 1, 2, 6, 5)
+        assert torch.equal(other(x), network(x))
+        functional.reset_net(network)
+
+
+class OwnNode(neuron.IFNode):
+    pass
+
+
+@pytest.mark.parametrize("other", [neuron.ParametricLIFNode, neuron.QIFNode, OwnNode])
+def test_other_neurons_are_left_alone(other: Any) -> None:
+    node = other()
+    assert fuse_neurons(node) == 0
+    assert type(node) is other
+
+
+PLAIN_CALLS: dict[str, tuple[dict[str, Any], Callable[[], Tensor]]] = {
+    "single step": ({"step_mode": "s"}, lambda: torch.randn(2, 3)),
+    "all potentials": ({"step_mode": "m", "store_v_seq": True}, lambda: torch.randn(4, 2, 3)),
+    "bfloat16": ({"step_mode": "m"}, lambda: torch.randn(4, 2, 3).bfloat16()),
+    "other surrogate": ({"step_mode": "m", "surrogate_function": surrogate.Rect()}, lambda: torch.randn(4, 2, 3)),
+    "smooth": (
+        {"step_mode": "m", "surrogate_function": surrogate.Sigmoid(spiking=False)},
+        lambda: torch.randn(4, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(PLAIN_CALLS))
+def test_calls_that_the_kernels_do_not_serve_run_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, make = PLAIN_CALLS[name]
+    plain, fused = (neuron.LIFNode(tau=3.3, **options) for _ in range(2))
+    fuse_neurons(fused)
+    monkeypatch.setattr("lightning_memopt.fused_neurons.lif_spike", None)
+    x = make()
+    assert torch.equal(plain(x), fused(x))
+    assert torch.equal(plain.v, fused.v)
+    if options.get("store_v_seq"):
+        assert torch.equal(plain.v_seq, fused.v_seq)
+
+
+def test_a_batch_of_another_size_starts_anew_as_in_the_plain_node() -> None:
+    plain, fused = (neuron.IFNode(step_mode="m", v_reset=0.1) for _ in range(2))
+    fuse_neurons(fused)
+    for size in (2, 3):
+        x = torch.rand(4, size, 3)
+        assert torch.equal(plain(x), fused(x))
+        assert torch.equal(plain.v, fused.v)
+
+
+def test_backward_of_a_fused_node_keeps_its_input_only() -> None:
+    node = neuron.LIFNode(step_mode="m")
+    fuse_neurons(node)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    x = torch.randn(8, 2, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        node(x)
+    assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr()}
+
+
+@pytest.mark.filterwarnings("ignore:Trying to call `reset:UserWarning")
+def test_its_reset_and_detach_reach_our_layers() -> None:
+    model = nn.Sequential(LIFLinear(6, 4))
+    x = torch.rand(3, 2, 6, requires_grad=True)
+    model(x)
+    functional.detach_net(model)
+    assert model[0].v is not None
+    assert not model[0].v.requires_grad
+    functional.reset_net(model)
+    assert model[0].v is None
