@@ -1,0 +1,378 @@
+"""A byte budget is kept by the fastest plan, or refused with the smallest one that can be."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_memopt import MemoryOptimization
+from lightning_memopt.checkpointing import is_checkpointed
+from lightning_memopt.measuring import measure_memory, optimizer_bytes
+from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, optimize_memory
+from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.planning.within_budget import MOST_STEPS, plan_within
+from tests.digits_training import Recorder, SpikingConv, Transformer, assert_same_training, make_trainer, training_data
+from tests.equality import assert_same_tree, frozen, seed_everything, state_of
+from tests.ranks import run_ranks
+
+# What is alive beside a step differs a little from one time to the next: states of random generators, for example.
+_SLACK = 20_000
+
+
+class Block(nn.Module):
+    """A residual block: norm, two products, dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.act = nn.GELU()
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+def network(depth: int = 3, width: int = 64) -> nn.Module:
+    seed_everything(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+BATCH = torch.rand(1024, 64, generator=torch.Generator().manual_seed(0))
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(BATCH).square().mean()
+
+
+def one_step(model: nn.Module) -> dict[str, Any]:
+    seed_everything(1)
+    value = loss(model)
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    held = sum(gradient.nbytes for gradient in gradients.values())
+    return {"loss": value.detach(), "gradients": gradients, "bytes": held + value.nbytes}
+
+
+def peak_of(model: nn.Module) -> int:
+    peak = measure_memory(lambda: loss(model).backward()).peak_bytes
+    model.zero_grad()
+    return peak
+
+
+def plan_for(model: nn.Module, budget: int | str, **options: Any) -> Plan:
+    """Plan without pieces along the batch, so that gradients stay the same bit for bit."""
+    optimize_memory(model, example_forward=loss, memory_budget=budget, can_chunk=lambda _: False, **options)
+    plan = applied_plan(model)
+    assert plan is not None
+    return plan
+
+
+def least_budget(model: nn.Module) -> int:
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan_for(model, 1)
+    return refused.value.least_bytes
+
+
+@pytest.fixture(scope="module")
+def ends() -> tuple[int, int]:
+    """The smallest budget that can be met, and the peak of the plain model."""
+    return least_budget(network()), peak_of(network())
+
+
+def between(ends: tuple[int, int], share: float) -> int:
+    return int(ends[0] + share * (ends[1] - ends[0]))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a budget and what a step under it showed. Not the model: it would count as memory of the next one."""
+
+    budget: int
+    plan: Plan
+    peak_bytes: int
+    step: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def planned(ends: tuple[int, int]) -> list[Planned]:
+    """From the plain peak down to the least."""
+    planned: list[Planned] = []
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        model = network()
+        budget = between(ends, share)
+        budget += sum(each.step["bytes"] for each in planned)  # all that is alive counts
+        plan = plan_for(model, budget)
+        planned.append(Planned(budget, plan, peak_of(model), one_step(model)))
+    return planned
+
+
+def test_no_step_takes_more_than_the_budget(planned: list[Planned]) -> None:
+    for each in planned:
+        assert each.plan.peak_bytes_after <= each.budget
+        # Beside the step, what puts the model back was alive: states of random generators, copies of buffers.
+        assert 0 <= each.plan.peak_bytes_after - each.peak_bytes < 10_000
+        assert each.plan.memory_budget == each.budget
+
+
+def test_three_steps_at_most_are_measured(planned: list[Planned]) -> None:
+    for each in planned:
+        assert 1 <= each.plan.search_passes <= MOST_STEPS
+        assert each.plan.probe_passes == 1
+
+
+def test_the_peak_is_predicted_within_two_percent(planned: list[Planned]) -> None:
+    errors = [abs(each.plan.predicted_peak_bytes / each.peak_bytes - 1) for each in planned]
+    assert sorted(errors)[len(errors) // 2] <= 0.02
+
+
+def test_a_larger_budget_never_asks_for_more_work(planned: list[Planned]) -> None:
+    work = [each.plan.extra_flops for each in planned]
+    assert work == sorted(work)
+    assert work[0] == 0 < work[-1]
+
+
+def test_gradients_are_those_of_the_plain_model(planned: list[Planned]) -> None:
+    expected = one_step(network())
+    for each in planned:
+        assert_same_tree(expected, each.step, name=str(each.plan))
+
+
+def test_a_budget_that_nothing_meets_names_the_smallest_that_can_be_met(ends: tuple[int, int]) -> None:
+    model = network()
+    before = frozen(state_of(model))
+    with pytest.raises(MemoryBudgetError, match=r"smallest peak.*Allow at least") as refused:
+        plan_for(model, "100 KiB")
+    assert applied_plan(model) is None
+    assert not any(is_checkpointed(module) for module in model.modules())
+    assert_same_tree(before, state_of(model), name="model")
+    assert refused.value.least_bytes >= ends[0]
+    least = refused.value.least_bytes + _SLACK
+    assert plan_for(model, least).peak_bytes_after <= least
+
+
+def test_what_the_optimizer_will_hold_counts() -> None:
+    plain = peak_of(network())
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    held = optimizer_bytes(optimizer).state
+    plan = plan_for(model, plain, optimizer=optimizer)
+    assert (plan.memory_budget, plan.reserved_bytes) == (plain, held)
+    assert plan.peak_bytes_after + held <= plain
+    one_step(model)
+    loss(model).backward()
+    optimizer.step()
+    model.zero_grad()
+    # From the second step on the state is there, and the whole stays within the budget.
+    assert peak_of(model) <= plain
+    # State that is there already is not counted twice.
+    again = network()
+    again.load_state_dict(model.state_dict())
+    stepped = torch.optim.Adam(again.parameters())
+    loss(again).backward()
+    stepped.step()
+    again.zero_grad()
+    assert plan_for(again, "1GiB", optimizer=[stepped]).reserved_bytes == 0
+
+
+def test_reserved_bytes_are_left_free() -> None:
+    model = network()
+    budget = peak_of(model)
+    plan_for(model, budget, reserved_bytes=budget // 5)
+    assert peak_of(model) <= budget - budget // 5
+
+
+def test_without_compression_nothing_is_packed(ends: tuple[int, int]) -> None:
+    model = network()
+    plan = plan_for(model, between(ends, 0.75), compress=False)
+    assert plan.treated
+    assert all(region.compressor is None and region.treatment != "pack" for region in plan.regions)
+
+
+def test_the_same_request_again_does_nothing_and_another_plans_anew(ends: tuple[int, int]) -> None:
+    model = network()
+    budget = between(ends, 0.5)
+    optimize_memory(model, example_forward=loss, memory_budget=budget)
+    first = applied_plan(model)
+    optimize_memory(model, example_forward=loss, memory_budget=budget)
+    assert applied_plan(model) is first
+    assert first.treated
+    optimize_memory(model, example_forward=loss, memory_budget="1GiB")
+    assert applied_plan(model).treated == ()
+
+
+def test_the_plan_says_why_and_survives_its_file(planned: list[Planned], tmp_path: Path) -> None:
+    plan = planned[2].plan
+    assert any("than the budget" in region.reason for region in plan.treated)
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert "within" in str(plan.table().title)
+    other = network()
+    optimize_memory(other, plan=plan)
+    assert applied_plan(other).digest() == plan.digest()
+    assert peak_of(other) < 0.9 * peak_of(network())
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"memory_budget": "much"}, ValueError, "no size"),
+    ({"memory_budget": -1}, ValueError, "less than one byte"),
+    ({"memory_budget": 1.5}, TypeError, "type float"),
+    ({"memory_budget": "80%"}, ValueError, "without memory of its own"),
+    ({"reserved_bytes": 5}, ValueError, "reserved_bytes counts against memory_budget"),
+    ({"memory_budget": "1GiB", "reserved_bytes": -5}, ValueError, "0 or more"),
+    ({"memory_budget": "1GiB", "optimizer": "Adam"}, TypeError, "Optimizer"),
+    ({"memory_budget": "1GiB", "example_forward": None}, ValueError, "example_forward"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_in_words(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = network()
+    with pytest.raises(error, match=message):
+        optimize_memory(model, **{"example_forward": loss, **options})
+    assert applied_plan(model) is None
+
+
+def test_settings_of_levels_have_no_effect_and_it_says_so() -> None:
+    model = network()
+    with pytest.warns(UserWarning, match="level has no effect with memory_budget"):
+        optimize_memory(model, example_forward=loss, memory_budget="1GiB", level=3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps that do not go as predicted
+
+
+def costs() -> StepCosts:
+    def region(number: int) -> RegionCosts:
+        keep = ChoiceCost(Choice(), {10 * number: 100}, 100, 50, 0.0)
+        again = ChoiceCost(Choice("recompute"), {10 * number + 1: 10}, 100, 60, 1.0)
+        return RegionCosts(f"block{number}", (keep, again), {}, 0, 0)
+
+    return StepCosts(1000, tuple(map(region, range(4))), ({},) * 5, 0, 0, 0, 9.0, 0, "ms")
+
+
+def test_a_step_above_its_prediction_is_planned_again() -> None:
+    seen = []
+
+    def measure(chosen: Any) -> int:
+        seen.append(len(chosen))
+        return 1000 + 40 + 100 * (4 - len(chosen)) + 10 * len(chosen) + 60
+
+    within = plan_within(costs(), 1300, measure)
+    assert within.best.peak_bytes <= 1300
+    assert seen == sorted(seen)
+    assert 1 < len(seen) <= MOST_STEPS
+
+
+def test_a_step_far_below_its_prediction_is_planned_again_for_speed() -> None:
+    seen = []
+
+    def measure(chosen: Any) -> int:
+        seen.append(len(chosen))
+        return 900 + 100 * (4 - len(chosen)) + 10 * len(chosen)
+
+    within = plan_within(costs(), 1300, measure)
+    assert within.best.peak_bytes <= 1300
+    assert len(seen) > 1
+    assert within.best.solution.simulated.extra == min(step.solution.simulated.extra for step in within.steps)
+
+
+def test_running_out_of_memory_is_an_answer() -> None:
+    def measure(chosen: Any) -> int | None:
+        return 1100 if len(chosen) == 4 else None
+
+    assert plan_within(costs(), 1300, measure).best.peak_bytes == 1100
+    with pytest.raises(MemoryBudgetError):
+        plan_within(costs(), 1300, lambda chosen: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under Lightning
+
+
+def fit(folder: Path, module: pl.LightningModule, *callbacks: pl.Callback) -> dict[str, Any]:
+    recorder = Recorder()
+    seed_everything(3)
+    make_trainer(folder, *callbacks, recorder, max_epochs=1).fit(module, training_data())
+    return recorder.record()
+
+
+@pytest.mark.parametrize("make_module", [SpikingConv, Transformer])
+def test_training_within_a_budget_is_training(tmp_path: Path, make_module: Any) -> None:
+    seed_everything(0)
+    plain = fit(tmp_path, make_module())
+    seed_everything(0)
+    callback = MemoryOptimization(memory_budget="1GiB", verbose=False)
+    assert_same_training(plain, fit(tmp_path, make_module(), callback))
+    roomy = callback.plan
+    assert roomy.treated == ()
+    seed_everything(0)
+    with pytest.raises(MemoryBudgetError) as refused:
+        fit(tmp_path, make_module(), MemoryOptimization(memory_budget=1, can_chunk=lambda _: False, verbose=False))
+    seed_everything(0)
+    budget = refused.value.least_bytes + _SLACK
+    del refused  # its traceback holds the module
+    tight = MemoryOptimization(memory_budget=budget, can_chunk=lambda _: False, verbose=False)
+    record = fit(tmp_path, make_module(), tight)
+    assert tight.plan.treated
+    assert tight.plan.peak_bytes_after + tight.plan.reserved_bytes <= tight.plan.memory_budget
+    assert_same_training(plain, record)
+
+
+def test_the_callback_counts_the_optimizer_of_the_module(tmp_path: Path) -> None:
+    module = SpikingConv()
+    callback = MemoryOptimization(memory_budget="1GiB", verbose=False)
+    fit(tmp_path, module, callback)
+    parameters = sum(p.nbytes for p in module.parameters())
+    assert callback.plan.memory_budget == 2**30
+    assert callback.plan.reserved_bytes == pytest.approx(2 * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{"level": 2}, {"checkpoint_budget": "speed"}, {"plan": "plan.json"}], ids=str)
+def test_the_callback_refuses_two_ways_to_plan(options: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=f"has no use for `{next(iter(options))}`"):
+        MemoryOptimization(memory_budget="1GiB", **options)
+
+
+@pytest.mark.parametrize("budget", ["12 potatoes", -1, True, 1.5])
+def test_the_callback_refuses_what_is_no_size(budget: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="memory_budget is"):
+        MemoryOptimization(memory_budget=budget)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+
+def plan_on_rank(rank: int, budgets: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    batch = torch.rand(1024 * (rank + 1), 64, generator=torch.Generator().manual_seed(rank))
+    results = {}
+    for budget in budgets:
+        model = network()
+        try:
+            optimize_memory(model, example_forward=lambda model: model(batch).square().mean(), memory_budget=budget)
+            plan = applied_plan(model)
+            results[budget] = plan.digest(), plan.peak_bytes_after, len(plan.treated)
+        except MemoryBudgetError as error:
+            results[budget] = str(error)
+    return {"results": results, "pid": os.getpid()}
+
+
+def test_ranks_with_unequal_batches_agree_and_refuse_together() -> None:
+    plain = peak_of(network())
+    budgets = [int(1.1 * plain), 200_000]
+    first, second = run_ranks(plan_on_rank, 2, budgets, timeout=120.0)
+    assert first["pid"] != second["pid"]
+    assert first["results"] == second["results"]
+    _, peak, treated = first["results"][budgets[0]]
+    assert peak <= budgets[0]
+    assert treated > 0  # the second rank's batch alone asks for it
+    assert "Allow at least" in first["results"][budgets[1]]
