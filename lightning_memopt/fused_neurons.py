@@ -21,22 +21,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memopt.checkpointing.arguments import offer_payload
+from lightning_memopt.checkpointing.compressors import BitSpikeCompressor, SpikePayload
 from lightning_memopt.functional.neuron import if_spike, lif_spike
 from lightning_memopt.surrogate import BuiltInSurrogate, as_surrogate
 
 __all__ = ["fuse_neurons", "unfuse_neurons"]
 
 _NODES = "spikingjelly.activation_based.neuron"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+# The class of a fused neuron by the class it replaces, and by whether it makes bits.
+_CLASSES: dict[tuple[Any, bool], Any] = {}
 
 
-def fuse_neurons(model: nn.Module) -> int:
+def fuse_neurons(model: nn.Module, *, emit_bits: bool = False) -> int:
     """Let SpikingJelly's IF and LIF neurons in ``model`` run by one kernel for all time steps.
 
     Call it before ``checkpoint_module`` or ``optimize_memory``. Subclasses of the two nodes are left alone.
 
     Args:
         model: any module; it is changed in place.
+        emit_bits: make the spikes' bits in the same pass. A region that is given the spikes themselves, and packs its
+            inputs by ``BitSpikeCompressor``, then stores these bits and saves the pass that would make them; they take
+            an eighth of a byte for each spike as long as the spikes live.
 
     Returns:
         How many neurons are fused now.
@@ -49,11 +55,12 @@ def fuse_neurons(model: nn.Module) -> int:
     if library is None:
         return 0
     fused = 0
+    originals = {fused_class: original for (original, _), fused_class in _CLASSES.items()}
     for module in model.modules():
-        kind: Any = type(module)
-        if kind in (library.IFNode, library.LIFNode):
-            object.__setattr__(module, "__class__", _fused_class(kind))
-        fused += type(module) in _CLASSES.values()
+        original: Any = originals.get(type(module), type(module))
+        if original in (library.IFNode, library.LIFNode):
+            object.__setattr__(module, "__class__", _fused_class(original, emit_bits))
+            fused += 1
     return fused
 
 
@@ -73,7 +80,7 @@ def unfuse_neurons(model: nn.Module) -> int:
         >>> unfuse_neurons(torch.nn.Linear(2, 2))
         0
     """
-    originals: dict[Any, Any] = {fused: original for original, fused in _CLASSES.items()}
+    originals = {fused_class: original for (original, _), fused_class in _CLASSES.items()}
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, tuple(originals))]
     for name, module in found:
         if type(module) not in originals:
@@ -86,9 +93,9 @@ def unfuse_neurons(model: nn.Module) -> int:
     return len(found)
 
 
-def _fused_class(original: Any) -> Any:
-    if original in _CLASSES:
-        return _CLASSES[original]
+def _fused_class(original: Any, emit_bits: bool) -> Any:
+    if (original, emit_bits) in _CLASSES:
+        return _CLASSES[original, emit_bits]
 
     def multi_step_forward(self: Any, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
         surrogate = _fusable(self, x_seq, args, kwargs)
@@ -97,16 +104,21 @@ def _fused_class(original: Any) -> Any:
         v = self._memories["v"]
         if isinstance(v, Tensor):
             (v,) = self.materialize_states((x_seq,), (v,), "m")
+        emits_bits = emit_bits and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         neuron = {
             "v_threshold": self.v_threshold,
             "v_reset": self.v_reset,
             "detach_reset": self.detach_reset,
             "surrogate_function": surrogate,
+            "return_bits": emits_bits,
         }
         if hasattr(self, "tau"):
-            spikes, v = lif_spike(x_seq, v, tau=self.tau, decay_input=self.decay_input, **neuron)
+            spikes, v, *bits = lif_spike(x_seq, v, tau=self.tau, decay_input=self.decay_input, **neuron)
         else:
-            spikes, v = if_spike(x_seq, v, **neuron)
+            spikes, v, *bits = if_spike(x_seq, v, **neuron)
+        for packed in bits:
+            payload = SpikePayload(packed, tuple(spikes.shape), spikes.stride(), spikes.dtype, spikes.device)
+            offer_payload(spikes, BitSpikeCompressor(), payload)
         self._memories["v"] = v
         self.v_seq = None
         return spikes
@@ -114,7 +126,7 @@ def _fused_class(original: Any) -> Any:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         make, make_args, *rest = super(fused, self).__reduce_ex__(protocol)
         plain_args = tuple(original if arg is type(self) else arg for arg in make_args)
-        return (_remake, (make, plain_args), *rest)
+        return (_remake, (make, plain_args, emit_bits), *rest)
 
     fused: Any = type(original)(
         original.__name__,
@@ -127,14 +139,14 @@ def _fused_class(original: Any) -> Any:
             "__doc__": original.__doc__,
         },
     )
-    _CLASSES[original] = fused
+    _CLASSES[original, emit_bits] = fused
     return fused
 
 
-def _remake(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+def _remake(make: Callable[..., nn.Module], args: tuple[Any, ...], emit_bits: bool) -> nn.Module:
     """Called by pickle and deepcopy: an object of SpikingJelly's class, fused."""
     module = make(*args)
-    module.__class__ = _fused_class(type(module))
+    module.__class__ = _fused_class(type(module), emit_bits)
     return module
 
 

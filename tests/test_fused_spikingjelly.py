@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,8 @@ from lightning_memopt.functional.neuron import if_linear, lif_linear
 from lightning_memopt.fused_neurons import fuse_neurons, unfuse_neurons
 from lightning_memopt.layers import LIFLinear
 from lightning_memopt.surrogate import BUILT_IN, BuiltInSurrogate, as_surrogate
-from tests.equality import assert_optimized_equals_plain, call
+from tests.equality import assert_optimized_equals_plain, assert_same_tree, call
+from tests.kernel_backends import Kernels
 
 SURROGATES = [getattr(surrogate, kind.__name__) for kind in BUILT_IN]
 NODES: dict[str, Callable[..., nn.Module]] = {
@@ -281,3 +284,60 @@ def test_its_reset_and_detach_reach_our_layers() -> None:
     assert not model[0].v.requires_grad
     functional.reset_net(model)
     assert model[0].v is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bits that a neuron made in its own pass
+
+
+def neuron_then_region(*, emit_bits: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(neuron.LIFNode(step_mode="m"), nn.Sequential(nn.Linear(16, 4), nn.Sigmoid()))
+    assert fuse_neurons(model, emit_bits=emit_bits) == 1
+    checkpoint_module(model[1], compressor=BitSpikeCompressor(), compressed_args=(0,))
+    return model
+
+
+def test_a_region_stores_the_bits_that_the_neuron_made(kernels: Kernels) -> None:
+    x = (3 * torch.rand(3, 5, 16, generator=torch.Generator().manual_seed(1))).to(kernels.device)
+    results = {}
+    for emit_bits in (False, True):
+        model = neuron_then_region(emit_bits=emit_bits).to(kernels.device)
+        kernels.launches.clear()
+        y = model(x)
+        y.sum().backward()
+        packs = [entry for entry in kernels.launches if entry.startswith("bit_pack")]
+        unpacks = [entry for entry in kernels.launches if entry.startswith("bit_unpack")]
+        assert len(packs) == (0 if emit_bits else 1)
+        assert len(unpacks) == 1
+        results[emit_bits] = [y.detach(), *(p.grad for p in model.parameters())]
+    assert_same_tree(results[False], results[True], name="results")
+
+
+def test_bits_of_spikes_that_changed_since_are_not_used(kernels: Kernels) -> None:
+    results = {}
+    x = (3 * torch.rand(3, 5, 16, generator=torch.Generator().manual_seed(1))).to(kernels.device)
+    for emit_bits in (False, True):
+        model = neuron_then_region(emit_bits=emit_bits).to(kernels.device)
+        spikes = model[0](x)
+        with torch.no_grad():
+            spikes.mul_(0)  # a change in place that keeps them binary
+            spikes[0] = 1
+        y = model[1](spikes)
+        y.sum().backward()
+        results[emit_bits] = [y.detach(), *(p.grad for p in model.parameters())]
+    assert_same_tree(results[False], results[True], name="results")
+
+
+def test_offered_bits_end_with_the_spikes() -> None:
+    node = nn.Sequential(neuron.IFNode(step_mode="m"))
+    fuse_neurons(node, emit_bits=True)
+    spikes = node(torch.rand(2, 3, 8, requires_grad=True))
+    bits = weakref.ref(spikes._offered_payload[0])
+    assert bits() is not None
+    del spikes
+    functional.reset_net(node)
+    gc.collect()
+    assert bits() is None
+    with torch.no_grad():
+        assert not hasattr(node(torch.rand(2, 3, 8)), "_offered_payload")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.accounting import optimizer_bytes
+from lightning_memopt.measuring import optimizer_bytes
 from tests.equality import assert_same_tree, frozen
 
 

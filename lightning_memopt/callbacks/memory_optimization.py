@@ -30,9 +30,15 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_memopt.callbacks.search_progress import SearchProgress
-from lightning_memopt.callbacks.training_probe import TrainingExample, leaving_no_trace, training_example
+from lightning_memopt.callbacks.training_probe import (
+    TrainingExample,
+    leaving_no_trace,
+    optimizers_of,
+    training_example,
+)
 from lightning_memopt.planning import Plan, applied_plan, optimize_memory
 from lightning_memopt.planning.agree import Ranks
+from lightning_memopt.planning.memory_budget import budget_bytes
 
 Level = Literal[0, 1, 2, 3, 4]
 CheckpointBudget = Literal["speed", "balanced", "memory"]
@@ -67,9 +73,16 @@ class MemoryOptimization(Callback):
         process_group: The ranks that decide together. ``None``: all of them.
         plan: A saved ``memory_plan.json`` to apply as it is. Nothing is observed, so the model may be sharded, on the
             meta device, or optimized manually.
+        memory_budget: Bytes that a training step may take: an int, ``"12GiB"``, or ``"80%"`` of the device. The fastest
+            plan within it is found and made sure of by at most three measured steps, in place of ``level``,
+            ``checkpoint_budget`` and ``split_fn``. The state of the optimizers, which appears at the first step, and
+            the gradient buckets of DDP count. Of a device leave some for what no allocator sees: the context, the
+            libraries, fragments.
         verbose: Print the table of the plan, what was observed for it, and where it was saved.
 
     Raises:
+        MemoryBudgetError:
+            If no plan keeps a step within ``memory_budget``; it says the smallest peak there is, and what holds it.
         MisconfigurationException:
             If an argument is not of the kind described; if the strategy is one for which a model cannot be observed
             or treated; if the module uses manual optimization or has parameters without data and neither
@@ -98,9 +111,11 @@ class MemoryOptimization(Callback):
         can_chunk: Callable[[nn.Module], bool] | None = None,
         process_group: ProcessGroup | None = None,
         plan: str | Path | None = None,
+        memory_budget: int | str | None = None,
         verbose: bool = True,
     ) -> None:
         _check_arguments(targets, level, checkpoint_budget)
+        _check_memory_budget(memory_budget, level, checkpoint_budget, split_fn, plan)
         for name, function in (("example_forward", example_forward), ("split_fn", split_fn), ("can_chunk", can_chunk)):
             if function is not None and not callable(function):
                 raise MisconfigurationException(
@@ -124,6 +139,7 @@ class MemoryOptimization(Callback):
         self.split_fn = split_fn
         self.can_chunk = can_chunk
         self.process_group = process_group
+        self.memory_budget = memory_budget
         self.plan_path = None if plan is None else Path(plan)
         self.verbose = verbose
 
@@ -136,7 +152,7 @@ class MemoryOptimization(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._fitting = stage == "fit"
-        if not self._fitting or trainer.limit_train_batches == 0 or (self.level == 0 and self.plan_path is None):
+        if not self._fitting or trainer.limit_train_batches == 0 or self._changes_nothing():
             return
         self._plan_of_checkpoint = None
         _refuse_trainer(trainer, self)
@@ -149,6 +165,9 @@ class MemoryOptimization(Callback):
                 "batch size first (its search profits from the plan), then train with it in a new run."
             )
         self._postpone_until_strategy_setup(trainer, pl_module)
+
+    def _changes_nothing(self) -> bool:
+        return self.level == 0 and self.plan_path is None and self.memory_budget is None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -243,6 +262,7 @@ class MemoryOptimization(Callback):
             assert example is not None
             if self.verbose:
                 rank_zero_info(f"MemoryOptimization observes {example.source}.")
+            within_budget = {} if self.memory_budget is None else self._within_budget(trainer, module)
             optimize_memory(
                 module,
                 self.targets,
@@ -254,7 +274,20 @@ class MemoryOptimization(Callback):
                 can_chunk=self.can_chunk,
                 process_group=self.process_group,
                 progress=progress,
+                **within_budget,
             )
+
+    def _within_budget(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """What counts against the budget beside the step of the model itself."""
+        buckets = 0
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("gradient_as_bucket_view", False):
+            buckets = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        return {
+            "memory_budget": self.memory_budget,
+            "optimizer": optimizers_of(module),
+            "reserved_bytes": buckets,
+        }
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         directory = trainer.log_dir  # asks all ranks
@@ -316,6 +349,25 @@ def _check_arguments(targets: object, level: object, checkpoint_budget: object) 
             f"MemoryOptimization expects `targets` to be a class of modules, a list of such classes, or None to find "
             f"the model's blocks by itself; got {targets!r}."
         )
+
+
+def _check_memory_budget(
+    memory_budget: Any, level: object, checkpoint_budget: object, split_fn: object, plan: object
+) -> None:
+    if memory_budget is None:
+        return
+    try:
+        budget_bytes(memory_budget, device_bytes=1 << 60)  # which device it will be is not known yet
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(f"MemoryOptimization: {error}") from error
+    settings = {"level": level != 1, "checkpoint_budget": checkpoint_budget != "memory"}
+    settings |= {"split_fn": split_fn is not None, "plan": plan is not None}
+    for name, given in settings.items():
+        if given:
+            raise MisconfigurationException(
+                f"MemoryOptimization(memory_budget=...) finds the plan by itself and has no use for `{name}`. Leave "
+                "one of the two out."
+            )
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -36,6 +36,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 ExampleForward = Callable[[nn.Module], Any]
@@ -314,6 +316,15 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A step that leaves no trace outside the model
+
+
+def optimizers_of(module: LightningModule) -> list[Optimizer]:
+    """The optimizers that the training will have, made for this question alone.
+
+    Raises:
+        Exception: whatever ``configure_optimizers`` raises; the training would meet it next.
+    """
+    return [leaf for leaf in tree_leaves(module.configure_optimizers()) if isinstance(leaf, Optimizer)]
 
 
 @contextlib.contextmanager

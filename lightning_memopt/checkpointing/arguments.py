@@ -173,7 +173,7 @@ def _pack(
         or not compressor.accepts(tensor)
     ):
         return None
-    shared = _shared_payload(tensor, compressor)
+    shared = shared_payload(tensor, compressor)
     if shared is None:
         with torch.no_grad():
             compressed = compressor.compress_checked(tensor.detach())
@@ -198,7 +198,7 @@ def _pack(
         if _payload_bytes(shared[0]) >= min(tensor.nbytes, tensor.untyped_storage().nbytes()):
             facts.packable[index] = False
             return None
-        _share_payload(tensor, compressor, shared)
+        share_payload(tensor, compressor, shared)
     leaves = []
     for leaf in shared[0]:
         if isinstance(leaf, Tensor):
@@ -224,7 +224,8 @@ def _payload_key(tensor: Tensor, storage: StorageWeakRef, compressor: SpikeCompr
     return (storage.cdata, *geometry, tensor._version, type(compressor), compressor)
 
 
-def _shared_payload(tensor: Tensor, compressor: SpikeCompressor) -> tuple[list[Any], TreeSpec] | None:
+def shared_payload(tensor: Tensor, compressor: SpikeCompressor) -> tuple[list[Any], TreeSpec] | None:
+    """The flattened payload that ``compressor`` made of this very tensor, if it is still in use."""
     if not _PAYLOADS or tensor.is_inference():
         return None
     entry = _PAYLOADS.get(_payload_key(tensor, StorageWeakRef(tensor.untyped_storage()), compressor))
@@ -235,7 +236,21 @@ def _shared_payload(tensor: Tensor, compressor: SpikeCompressor) -> tuple[list[A
     return (leaves, entry[2]) if alive else None
 
 
-def _share_payload(tensor: Tensor, compressor: SpikeCompressor, payload: tuple[list[Any], TreeSpec]) -> None:
+def offer_payload(tensor: Tensor, compressor: SpikeCompressor, payload: Any) -> None:
+    """Let a region that is given ``tensor`` itself store a payload that is there already, in place of its own.
+
+    Args:
+        tensor: what will be stored. It holds the payload as long as it lives; a change of it in place ends the offer.
+        compressor: the payload is one of this compressor, and exact.
+        payload: what ``compressor.compress(tensor)`` would return.
+    """
+    leaves, spec = tree_flatten(payload)
+    tensor._offered_payload = leaves  # type: ignore[attr-defined]
+    share_payload(tensor, compressor, (leaves, spec))
+
+
+def share_payload(tensor: Tensor, compressor: SpikeCompressor, payload: tuple[list[Any], TreeSpec]) -> None:
+    """Let others that store ``tensor`` find its flattened payload, as long as that is in use."""
     if tensor.is_inference():
         return
     storage = StorageWeakRef(tensor.untyped_storage())

@@ -18,15 +18,13 @@ it, and autograd notices an input that was changed in place.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -38,7 +36,7 @@ from lightning_memopt.checkpointing.compressors import SpikeCompressor
 from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import Region, RegionFacts
-from lightning_memopt.checkpointing.state import StateBefore
+from lightning_memopt.checkpointing.state import StateBefore, is_stock, noting_called_modules
 
 
 def checkpoint(
@@ -92,6 +90,11 @@ def check_compressor(compressor: object) -> None:
     raise TypeError(f"compressor must be a SpikeCompressor or None, got {compressor!r}.{hint}")
 
 
+def in_transform() -> bool:
+    """Whether vmap, jvp or the like is active: it takes gradients with its own idea of what to keep."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def run_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -100,8 +103,7 @@ def run_region(
     modules: list[nn.Module],
 ) -> Any:
     """Run one region eagerly: note, forward, keep. ``modules`` are those whose state it may touch."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        # vmap, jvp and the like: gradients are taken by the transform, which has its own idea of what to keep.
+    if in_transform():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs, region, modules)
     # RReLU saves its noise before it draws it: a recomputation that stops at the last saved tensor would miss the draw.
@@ -151,7 +153,7 @@ class _Call:
         self.hooked = any_hooks(modules)
         self.observers: Observers = {}
         self.arguments = StoredArguments(args, kwargs, region)
-        self.before = StateBefore(reads_statistics=not _is_stock(function, modules))
+        self.before = StateBefore(reads_statistics=not is_stock(function, modules))
         self.before.note(modules)
         self.before.note_objects(self.arguments.others)
         devices = self.arguments.devices | _parameter_device(modules)
@@ -170,7 +172,7 @@ class _Call:
         host_random = HostRandom.now()
         with ExitStack() as stack:
             if not any(_is_compiled(module) for module in self.modules):
-                stack.enter_context(_noting_called_modules(self.before))
+                stack.enter_context(noting_called_modules(self.before))
             if self.hooked:
                 stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
             result = self.function(*args, **kwargs)
@@ -216,16 +218,6 @@ class _Call:
             self.function(*args, **kwargs)
 
 
-def _is_stock(function: Callable[..., Any], modules: list[nn.Module]) -> bool:
-    """Whether a region consists of library layers alone: then nothing in it reads statistics in training.
-
-    A user's function around library layers may read them itself, so the function has to be a layer or its method.
-    """
-    if not isinstance(getattr(function, "__self__", function), nn.Module):
-        return False
-    return all(type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.")) for module in modules)
-
-
 def _is_compiled(module: nn.Module) -> bool:
     """A part compiled by itself: the compiler would take our hook into its graph, and the recomputation has none."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
@@ -237,22 +229,6 @@ def _parameter_device(modules: list[nn.Module]) -> set[torch.device]:
             if parameter is not None:
                 return {parameter.device}
     return set()
-
-
-@contextmanager
-def _noting_called_modules(before: StateBefore) -> Iterator[None]:
-    """Note the state of modules that are called but were not known beforehand, at the moment they are called."""
-    thread = threading.get_ident()
-
-    def note(module: nn.Module, _: Any) -> None:
-        if not before.has(module) and threading.get_ident() == thread:
-            before.note(module.modules())
-
-    handle = register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, refuse_norms, split_arguments
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
-from lightning_memopt.checkpointing.engine import check_compressor, run_region
-from lightning_memopt.checkpointing.region import Region, RegionConfig, RegionFacts
+from lightning_memopt.checkpointing.engine import check_compressor, in_transform, run_region
+from lightning_memopt.checkpointing.parts import TreatmentFacts, run_treated
+from lightning_memopt.checkpointing.region import TREATMENTS, Region, RegionConfig, RegionFacts, Treatment
 from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,12 +38,14 @@ class _ModuleRegion:
 
     config: RegionConfig
     facts: RegionFacts = field(default_factory=RegionFacts)
+    treatment_facts: TreatmentFacts = field(default_factory=TreatmentFacts)
     safe_chunks: set[Any] = field(default_factory=set)
 
 
 def checkpoint_module(
     module: M,
     *,
+    treatment: Treatment = "recompute",
     compressor: SpikeCompressor | None = None,
     chunks: int = 1,
     chunked_args: Sequence[int | str] = (0,),
@@ -51,10 +54,14 @@ def checkpoint_module(
     check_chunks: bool = True,
     name: str | None = None,
 ) -> M:
-    """Make ``module`` recompute its intermediate tensors in backward instead of storing them.
+    """Make ``module`` recompute its intermediate tensors in backward, or some of them, or store them in fewer bits.
 
     Args:
         module: any module. It is changed in place and stays the same object.
+        treatment: ``"recompute"`` stores the inputs alone and runs the module again. ``"pack"`` runs nothing again and
+            stores masks, spikes and other small integers in 1 to 8 bits an element. ``"recompute_cheap"`` keeps the
+            outputs of products (linear layers, convolutions, attention, recurrent layers), runs everything else
+            again, and packs as well. The arguments below except ``name`` belong to ``"recompute"``.
         compressor: how to store tensor inputs that it can hold exactly; the others are stored as they are.
         chunks: process the inputs in this many pieces along time, one after the other, each a region of its own.
         chunked_args: positions or keyword names of the arguments to split along time.
@@ -71,7 +78,8 @@ def checkpoint_module(
 
     Raises:
         TypeError: if ``module`` is not a module that can be changed, or an argument has the wrong type.
-        ValueError: if ``chunks`` is below 1, or the module has uninitialized (lazy) parameters.
+        ValueError: if ``chunks`` is below 1, ``treatment`` is unknown or given arguments of another, or the module has
+            uninitialized (lazy) parameters.
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -82,6 +90,7 @@ def checkpoint_module(
     """
     check_compressor(compressor)
     config = RegionConfig(
+        treatment=_checked_treatment(treatment),
         compressor=compressor,
         chunks=_checked_chunks(chunks),
         chunked_args=_checked_names("chunked_args", chunked_args),
@@ -90,6 +99,7 @@ def checkpoint_module(
         check_chunks=_checked("check_chunks", check_chunks, bool),
         name=None if name is None else _checked("name", name, str),
     )
+    _check_belongs_to_treatment(config)
     _check_module(module)
     current = region_config(module)
     if current == config:
@@ -137,6 +147,29 @@ def _checked(what: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{what} must be a {kind.__name__}, got {value!r}.")
     return value
+
+
+def _checked_treatment(treatment: object) -> Treatment:
+    for known in TREATMENTS:
+        if treatment == known:
+            return known
+    raise ValueError(f"treatment must be one of {', '.join(map(repr, TREATMENTS))}, got {treatment!r}.")
+
+
+def _check_belongs_to_treatment(config: RegionConfig) -> None:
+    if config.treatment == "recompute":
+        return
+    default = RegionConfig()
+    given = [
+        option
+        for option in ("compressor", "chunks", "chunked_args", "time_dim", "compressed_args", "check_chunks")
+        if getattr(config, option) != getattr(default, option)
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} belong to treatment='recompute', got treatment={config.treatment!r}. Leave them out: "
+            "this treatment finds by itself what can be packed, and takes no time chunks."
+        )
 
 
 def _checked_chunks(chunks: object) -> int:
@@ -265,6 +298,8 @@ def _remake(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
 
 def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:
     config = region.config
+    if config.treatment != "recompute":
+        return _run_treated(module, plain, args, kwargs, region)
     if config.chunks == 1:
         return _run_once(module, plain, args, kwargs, region)
     label = _label(module, config)
@@ -281,6 +316,15 @@ def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, r
             region.safe_chunks.add(shapes)
     outputs = [_run_once(module, plain, piece_args, piece_kwargs, region) for piece_args, piece_kwargs, _ in pieces]
     return merge_chunks(outputs, pieces, config, label)
+
+
+def _run_treated(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:
+    # The compiler decides by itself what to recompute, and functorch takes gradients in its own way.
+    if torch.compiler.is_compiling() or in_transform():
+        return plain(*args, **kwargs)
+    label = _label(module, region.config)
+    cheap = region.config.treatment == "recompute_cheap"
+    return run_treated(module, plain, args, kwargs, region.treatment_facts, label, recompute_cheap=cheap)
 
 
 def _run_once(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
+
+Treatment = Literal["recompute", "pack", "recompute_cheap"]
+TREATMENTS: tuple[Treatment, ...] = ("recompute", "pack", "recompute_cheap")
 
 
 @dataclass(frozen=True)
 class RegionConfig:
     """How one module is checkpointed. See :func:`checkpoint_module` for the fields."""
+
+    treatment: Treatment = "recompute"
 
     compressor: SpikeCompressor | None = None
     chunks: int = 1

@@ -22,6 +22,7 @@ weight that changes between forward and backward is an error, as it is in autogr
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_memopt.checkpointing.stores import (
@@ -465,6 +467,32 @@ class _TupleAt:
         return tree_unflatten(
             [x.take(tensors, copies) if isinstance(x, _TensorAt) else x for x in self.leaves], self.spec
         )
+
+
+def is_stock(function: Any, modules: Iterable[nn.Module]) -> bool:
+    """Whether a region consists of library layers alone: then nothing in it reads statistics in training.
+
+    A user's function around library layers may read them itself, so the function has to be a layer or its method.
+    """
+    if not isinstance(getattr(function, "__self__", function), nn.Module):
+        return False
+    return all(type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.")) for module in modules)
+
+
+@contextlib.contextmanager
+def noting_called_modules(before: StateBefore) -> Iterator[None]:
+    """Note the state of modules that are called but were not known beforehand, at the moment they are called."""
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if not before.has(module) and threading.get_ident() == thread:
+            before.note(module.modules())
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _give_scratch_statistics(norm: nn.Module) -> None:

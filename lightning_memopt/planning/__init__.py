@@ -12,9 +12,11 @@ from lightning_memopt.planning.regions import (
     is_neuron,
     split_into_children,
 )
+from lightning_memopt.planning.within_budget import MemoryBudgetError
 
 __all__ = [
     "FoundRegions",
+    "MemoryBudgetError",
     "Plan",
     "Region",
     "RegionPlan",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ def remove_plan(model: M) -> M:
     if plan is not None:
         modules = dict(model.named_modules(remove_duplicate=False))
         with all_or_nothing(model):
-            for region in plan.recomputed:
+            for region in plan.treated:
                 if region.path in modules:
                     unwrap_module(modules[region.path])
             _remember(model, None)
@@ -118,7 +118,7 @@ def apply_checked(model: nn.Module, plan: Plan, request: tuple[Any, ...] | None)
     with all_or_nothing(model):
         if not in_force(model, plan):
             remove_plan(model)
-            for region in plan.recomputed:
+            for region in plan.treated:
                 set_config(modules[region.path], config_of(region))
         _remember(model, Applied(plan, request))
 
@@ -138,8 +138,7 @@ def in_force(model: nn.Module, plan: Plan) -> bool:
         return False
     modules = dict(model.named_modules(remove_duplicate=False))
     return all(
-        region.path in modules and region_config(modules[region.path]) == config_of(region)
-        for region in plan.recomputed
+        region.path in modules and region_config(modules[region.path]) == config_of(region) for region in plan.treated
     )
 
 
@@ -177,7 +176,10 @@ def _class_names(module: nn.Module) -> set[str]:
 
 def config_of(region: RegionPlan) -> RegionConfig:
     """The treatment of ``region`` in the terms of :func:`~lightning_memopt.checkpointing.checkpoint_module`."""
+    if region.treatment == "keep":
+        raise ValueError(f"The region {region.path!r} is kept as it is: it has no treatment.")
     return RegionConfig(
+        treatment=region.treatment,
         compressor=BitSpikeCompressor() if region.compressor == "bit" else None,
         chunks=region.chunks,
         chunked_args=region.chunked_args,
@@ -188,6 +190,19 @@ def config_of(region: RegionPlan) -> RegionConfig:
     )
 
 
+@contextmanager
+def treated_as(model: nn.Module, layout: Mapping[str, RegionConfig]) -> Iterator[None]:
+    """Within the context the regions at the paths of ``layout`` are treated as it says; plain again afterwards."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    try:
+        for path, config in layout.items():
+            set_config(modules[path], config)
+        yield
+    finally:
+        for path in layout:
+            set_config(modules[path], None)
+
+
 def set_config(module: nn.Module, config: RegionConfig | None) -> None:
     """Checkpoint ``module`` as ``config`` says, or not at all for None."""
     if config is None:
@@ -195,6 +210,7 @@ def set_config(module: nn.Module, config: RegionConfig | None) -> None:
         return
     checkpoint_module(
         module,
+        treatment=config.treatment,
         compressor=config.compressor,
         chunks=config.chunks,
         chunked_args=config.chunked_args,

@@ -54,7 +54,7 @@ def find_candidates(
     model: nn.Module, regions: Sequence[Region], seen: Sequence[RegionObservation], *, compress: bool
 ) -> dict[str, Candidate]:
     """Decide for each region whether and how it can be checkpointed. In model order, by path."""
-    treated = _treated_before(model)
+    treated = treated_before(model)
     return {
         region.path: _candidate(region, observation, treated, compress=compress)
         for region, observation in zip(regions, seen, strict=True)
@@ -108,7 +108,7 @@ def _combine_input(inputs: Sequence[SeenInput]) -> SeenInput:
 
 
 def _candidate(region: Region, seen: RegionObservation, treated: Mapping[int, str], *, compress: bool) -> Candidate:
-    trouble = _trouble(region, seen, treated)
+    trouble = trouble_with(region, seen, treated)
     if trouble:
         return Candidate(region, seen, None, trouble)
     packed = tuple(item.name for item in seen.inputs if _worth_packing(item)) if compress else ()
@@ -124,7 +124,7 @@ def _worth_packing(item: SeenInput) -> bool:
     return item.binary and item.any_one and not item.standing
 
 
-def _trouble(region: Region, seen: RegionObservation, treated: Mapping[int, str]) -> str:
+def trouble_with(region: Region, seen: RegionObservation, treated: Mapping[int, str]) -> str:
     """Why the region cannot be checkpointed, empty if it can."""
     module = region.module
     if id(module) in treated:
@@ -170,7 +170,7 @@ def _called(name: ArgName) -> str:
     return f"argument {name!r}" if isinstance(name, str) else f"argument {name}"
 
 
-def _treated_before(model: nn.Module) -> dict[int, str]:
+def treated_before(model: nn.Module) -> dict[int, str]:
     """Modules that are checkpointed already, lie inside one that is, or hold one; each with the reason in words."""
     treated: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):

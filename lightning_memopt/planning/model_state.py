@@ -42,7 +42,7 @@ class ModelState:
         hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
         self._hooks = [(place, dict(place)) for place in hooks if place]
         self._protected: dict[int, tuple[Tensor, Tensor]] = {}
-        self._random = [*_random_states(tensor.device for tensor in tensors)]
+        self._random = [*random_states(tensor.device for tensor in tensors)]
 
     def begin(self) -> None:
         """Get ready for the first step: gradients set aside, training mode.
@@ -150,7 +150,7 @@ def unchanged(model: nn.Module) -> Iterator[ModelState]:
         state.restore()
 
 
-def _random_states(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], None]]]:
+def random_states(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], None]]]:
     """The generators by name, each with a function that returns it to where it is now."""
     python = random.getstate()
     yield "python", lambda: random.setstate(python)

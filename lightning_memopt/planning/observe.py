@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ from lightning_memopt.planning.regions import Region
 _SPIKE_DTYPES = (torch.bool, torch.uint8, torch.int8)
 # Tensors below this many bytes gain nothing from packing: a scale, a mask of a few entries.
 _SMALLEST_PACKED_BYTES = 64
+# Moving one byte takes about as long as this many floating point operations on common machines.
+FLOPS_PER_BYTE = 10
 # The check for binary values works in pieces of this many elements, so that its own memory stays small.
 _PIECE_NUMEL = 1 << 22
 
@@ -125,7 +127,7 @@ def _watched_forward(
     *,
     grad: bool,
 ) -> Observed:
-    watch = _Watch(model, regions, state.protect)
+    watch = Watch(model, regions, state.protect)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         watch.attach(stack)
@@ -175,8 +177,11 @@ class _Count:
     input_overwritten: bool = False
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operation of a forward pass and the entry and exit of every region."""
+class Watch(TorchDispatchMode):
+    """Sees every operation of a forward pass and the entry and exit of every region.
+
+    Whoever wants to see more overrides :meth:`entering`, :meth:`left` and :meth:`ran`.
+    """
 
     supports_higher_order_operators = True
 
@@ -192,7 +197,7 @@ class _Watch(TorchDispatchMode):
         self._parameters = {storage_address(p): p for p in model.parameters() if not nn.parameter.is_lazy(p)}
         self._standing = self._parameters.keys() | {storage_address(buffer) for buffer in model.buffers()}
         self._protect = protect
-        self._looking = False
+        self._looking = False  # what runs now is our own business
         self._compressor = BitSpikeCompressor()
 
     def attach(self, stack: ExitStack) -> None:
@@ -200,25 +205,47 @@ class _Watch(TorchDispatchMode):
         for index, region in enumerate(self._regions):
             before, after = self._hooks(index)
             stack.callback(region.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(region.module.register_forward_hook(after).remove)
+            # What the forward itself was given and returned: that is what a checkpointed forward is and returns.
+            stack.callback(region.module.register_forward_hook(after, prepend=True).remove)
 
     def _hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._looking = True
-            try:
+            if self._looking:
+                return
+            with self._looking_at():
                 self._enter(index, args, kwargs)
-            finally:
-                self._looking = False
+                self.entering(index, args, kwargs)
             self._active.append(index)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if self._looking:
+                return
             # Also takes away what an exception inside the region, caught by the model, left behind.
             while self._active.pop() != index:
                 pass
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
                 self._counts[index].returns_tensor = False
+            with self._looking_at():
+                self.left(index, output)
 
         return before, after
+
+    @contextmanager
+    def _looking_at(self) -> Iterator[None]:
+        self._looking = True
+        try:
+            yield
+        finally:
+            self._looking = False
+
+    def entering(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A region is about to run; operations in here are not seen."""
+
+    def left(self, index: int, output: object) -> None:
+        """A region has run; operations in here are not seen."""
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, work: Work) -> None:
+        """An operation has run, views included; operations in here are not seen."""
 
     def _enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         count = self._counts[index]
@@ -226,7 +253,7 @@ class _Watch(TorchDispatchMode):
         seen: set[tuple[int, int, int]] = set()
         given: list[tuple[ArgName, Any]] = [*enumerate(args), *kwargs.items()]
         for name, value in given:
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 address = storage_address(tensor)
                 if address in self._standing:
                     continue  # weights and buffers are there anyway
@@ -265,9 +292,8 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         written = {storage_address(tensor) for tensor in _written(func, args, kwargs)}
         for address in written & self._parameters.keys():
-            self._looking = True
-            self._protect(self._parameters[address])
-            self._looking = False
+            with self._looking_at():
+                self._protect(self._parameters[address])
         out = func(*args, **kwargs)
         for address in written & self._given.keys():
             storage, regions = self._given[address]
@@ -277,15 +303,13 @@ class _Watch(TorchDispatchMode):
                         self._counts[index].writes_input = True
                     else:
                         self._counts[index].input_overwritten = True
-        if _is_view(func):
-            return out
-        flops = _flops(func, args, kwargs, out)
-        self.flops += flops
-        if self._active:
-            moved = sum(tensor.nbytes for tensor in _tensors((args, kwargs, out)))
-            for index in set(self._active):
-                self._counts[index].moved_bytes += moved
-                self._counts[index].flops += flops
+        work = work_of(func, args, kwargs, out)
+        self.flops += work.flops
+        for index in set(self._active):
+            self._counts[index].moved_bytes += work.moved_bytes
+            self._counts[index].flops += work.flops
+        with self._looking_at():
+            self.ran(func, args, kwargs, out, work)
         return out
 
     def note_standing(self) -> None:
@@ -297,18 +321,20 @@ class _Watch(TorchDispatchMode):
 
     def observations(self) -> tuple[RegionObservation, ...]:
         """The totals as plain data; waits for the device once."""
-        return tuple(
-            RegionObservation(
-                path=region.path,
-                calls=count.calls,
-                inputs=tuple(_seen(name, total) for name, total in count.inputs.items()),
-                flops=count.flops,
-                moved_bytes=count.moved_bytes,
-                returns_tensor=count.returns_tensor,
-                writes_input=count.writes_input,
-                input_overwritten=count.input_overwritten,
-            )
-            for region, count in zip(self._regions, self._counts, strict=True)
+        return tuple(self.observation(index) for index in range(len(self._regions)))
+
+    def observation(self, index: int) -> RegionObservation:
+        """The totals of one region so far."""
+        count = self._counts[index]
+        return RegionObservation(
+            path=self._regions[index].path,
+            calls=count.calls,
+            inputs=tuple(_seen(name, total) for name, total in count.inputs.items()),
+            flops=count.flops,
+            moved_bytes=count.moved_bytes,
+            returns_tensor=count.returns_tensor,
+            writes_input=count.writes_input,
+            input_overwritten=count.input_overwritten,
         )
 
 
@@ -339,7 +365,8 @@ def _is_binary(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return binary, any_one
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in ``values`` that have a storage of their own kind."""
     for leaf in (values,) if isinstance(values, Tensor) else tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf
@@ -358,10 +385,35 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     for argument in func._schema.arguments:
         if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(kwargs[argument.name])
+            yield from tensors_in(kwargs[argument.name])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operation has to do."""
+
+    flops: int = 0
+    moved_bytes: int = 0
+    """Bytes read and written."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes)
+
+    @property
+    def time_in_bytes(self) -> float:
+        """Both on one scale, for a ranking where time is not measured: the bytes moved in the same time."""
+        return self.moved_bytes + self.flops / FLOPS_PER_BYTE
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """The work of one operation that returned ``out``; views take none."""
+    if _is_view(func):
+        return Work()
+    moved = sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
+    return Work(_flops(func, args, kwargs, out), moved)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -20,10 +20,11 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_memopt import __version__
-from lightning_memopt.checkpointing import learn_parameters
-from lightning_memopt.measuring import measuring_repeatedly
+from lightning_memopt.checkpointing import RegionConfig, learn_parameters
+from lightning_memopt.measuring import OptimizerBytes, measuring_repeatedly, optimizer_bytes
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import (
     all_or_nothing,
@@ -32,6 +33,7 @@ from lightning_memopt.planning.apply import (
     as_plan,
     in_force,
     remove_plan,
+    treated_as,
 )
 from lightning_memopt.planning.candidates import (
     BUDGET_SHARES,
@@ -40,9 +42,13 @@ from lightning_memopt.planning.candidates import (
     combine,
     find_candidates,
 )
+from lightning_memopt.planning.common_costs import step_of_all, without_chunks
+from lightning_memopt.planning.costs import Choice
+from lightning_memopt.planning.memory_budget import budget_bytes
 from lightning_memopt.planning.model_state import ModelState, unchanged
-from lightning_memopt.planning.observe import Observed, RegionObservation, observe
+from lightning_memopt.planning.observe import Observed, RegionObservation, observe, tensors_in
 from lightning_memopt.planning.plan import Budget, Plan, RegionPlan
+from lightning_memopt.planning.region_costs import CHOICES, ObservedStep, observe_step, treatment_arguments
 from lightning_memopt.planning.regions import (
     FoundRegions,
     Region,
@@ -53,6 +59,10 @@ from lightning_memopt.planning.regions import (
     target_classes,
 )
 from lightning_memopt.planning.search import Found, Progress, Search
+from lightning_memopt.planning.simulate import visits
+from lightning_memopt.planning.solve import why
+from lightning_memopt.planning.trial import run_step
+from lightning_memopt.planning.within_budget import MOST_STEPS, WithinBudget, plan_within
 
 M = TypeVar("M", bound=nn.Module)
 Level = Literal[0, 1, 2, 3, 4]
@@ -76,8 +86,11 @@ def optimize_memory(
     process_group: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    memory_budget: int | str | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    reserved_bytes: int = 0,
 ) -> M:
-    """Checkpoint the regions of ``model`` that hold the most memory, in place, and return the same object.
+    """Treat the regions of ``model`` that hold the most memory, in place, and return the same object.
 
     Call it before the model is wrapped by DDP or FSDP. What was decided and why is in :func:`applied_plan`. Whatever
     goes wrong on the way, Ctrl-C included, leaves the model as it was; and also on success nothing but the treatment
@@ -105,6 +118,14 @@ def optimize_memory(
         plan: a plan, or the path of a plan file, to apply as it is. Nothing is run, all arguments above but ``model``
             and ``process_group`` are ignored, and parameters may be on the meta device.
         progress: called as ``progress(phase, done, total)``.
+        memory_budget: bytes that a training step may take: an int, ``"12GiB"``, or ``"80%"`` of the device's memory.
+            The fastest plan within it is found from one observed forward and made sure of by at most three measured
+            steps; ``level``, ``checkpoint_budget`` and ``split_fn`` have no part in it, and ``can_chunk`` can only
+            exclude regions: which may be cut along time is proved by running them.
+        optimizer: the optimizers of the training, before or after their first step. Their state counts against
+            ``memory_budget``, and so does what their step takes.
+        reserved_bytes: bytes of ``memory_budget`` to leave free for what a step of the model does not show, such as
+            the buckets of DDP.
 
     Warns:
         UserWarning: ``split_fn`` or ``can_chunk`` has no effect at this level, or a level lacks it; no region can be
@@ -113,6 +134,7 @@ def optimize_memory(
     Raises:
         FileNotFoundError: there is no plan file of that name.
         TypeError: an argument has the wrong type.
+        MemoryBudgetError: no plan is within ``memory_budget``; says the smallest peak there is, and what holds it.
         ValueError: an argument has a wrong value, the model holds no such modules, is already wrapped by DDP or FSDP,
             has parameters that are lazy or on the meta device, or ``example_forward`` returned nothing with a gradient.
         RuntimeError: another rank failed or holds other arguments.
@@ -125,16 +147,31 @@ def optimize_memory(
         >>> model = optimize_memory(model, example_forward=lambda model: model(data), checkpoint_budget="speed")
         >>> [(region.path, region.treatment) for region in applied_plan(model).regions]
         [('0', 'recompute'), ('1', 'recompute'), ('2', 'keep'), ('3', 'keep')]
+        >>> model = optimize_memory(model, example_forward=lambda model: model(data), memory_budget="60 KB")
+        >>> applied_plan(model).peak_bytes_after <= 60_000
+        True
     """
-    if _changes_nothing(level, plan) and process_group is None and not _are_ranks():
+    asks_bytes = memory_budget is not None
+    if not asks_bytes and _changes_nothing(level, plan) and process_group is None and not _are_ranks():
         return model
     request = _Request(
-        targets, example_forward, level, checkpoint_budget, compress, split_fn, can_chunk, plan, progress
+        targets,
+        example_forward,
+        level,
+        checkpoint_budget,
+        compress,
+        split_fn,
+        can_chunk,
+        plan,
+        progress,
+        memory_budget,
+        optimizer,
+        reserved_bytes,
     )
     ranks = Ranks(process_group, _device_of(model))
     done = ranks.together("checking the arguments", lambda: _check(model, request))
     ranks.same("comparing the arguments", request.described())
-    if all(done) or _changes_nothing(level, plan):
+    if all(done) or (not asks_bytes and _changes_nothing(level, plan)):
         return model
     for setting in _without_effect(request):
         warnings.warn(setting, stacklevel=2)
@@ -143,6 +180,9 @@ def optimize_memory(
         remove_plan(model)
         if request.plan is not None:
             plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
+        elif asks_bytes:
+            with measuring_repeatedly(_device_of(model)), unchanged(model) as state:
+                plan = _plan_bytes(model, request, state, ranks, started)
         else:
             measuring = measuring_repeatedly(_device_of(model)) if level >= 2 else nullcontext()
             with measuring, unchanged(model) as state:
@@ -169,22 +209,37 @@ class _Request:
     can_chunk: CanChunk | None
     plan: Plan | str | os.PathLike[str] | None
     progress: Progress | None
+    memory_budget: int | str | None
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    reserved_bytes: int
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        if self.optimizer is None:
+            return ()
+        return (self.optimizer,) if isinstance(self.optimizer, Optimizer) else tuple(self.optimizer)
 
     def key(self) -> tuple[Any, ...]:
         """What decides the outcome: a second call with an equal key has nothing to do."""
         if self.plan is not None:
             return ("plan", as_plan(self.plan).digest())
         targets = None if self.targets is None else target_classes(self.targets)
+        if self.memory_budget is not None:
+            optimizers = tuple(map(id, self.optimizers))
+            budget = self.memory_budget, optimizers, self.reserved_bytes
+            return ("budget", targets, budget, self.compress, self.can_chunk)
         return ("search", targets, self.level, self.checkpoint_budget, self.compress, self.split_fn, self.can_chunk)
 
     def described(self) -> tuple[Any, ...]:
         """What must be the same on all ranks, as plain data."""
         if self.plan is not None:
             return self.key()
-        if self.level == 0:
+        if self.memory_budget is None and self.level == 0:
             return ("level 0",)
         targets = None if self.targets is None else [cls.__qualname__ for cls in target_classes(self.targets)]
         given = [name for name in ("split_fn", "can_chunk") if getattr(self, name) is not None]
+        if self.memory_budget is not None:
+            return ("budget", targets, self.memory_budget, self.compress, given)
         return ("search", targets, self.level, self.checkpoint_budget, self.compress, given)
 
     def report(self, phase: str, done: int, total: int) -> None:
@@ -194,7 +249,7 @@ class _Request:
 
 def _check(model: nn.Module, request: _Request) -> bool:
     """Refuse what cannot work, before anything changes; says whether the request is already fulfilled."""
-    if _changes_nothing(request.level, request.plan):
+    if request.memory_budget is None and _changes_nothing(request.level, request.plan):
         return False
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize_memory expects a torch.nn.Module, got {type(model).__name__}.")
@@ -220,6 +275,17 @@ def _without_effect(request: _Request) -> list[str]:
     """In words, what was passed and does nothing, and what a level does nothing without."""
     if request.plan is not None:
         return []
+    if request.memory_budget is not None:
+        given = [
+            name
+            for name, value, default in (
+                ("level", request.level, 1),
+                ("checkpoint_budget", request.checkpoint_budget, "memory"),
+                ("split_fn", request.split_fn, None),
+            )
+            if value != default
+        ]
+        return [f"{name} has no effect with memory_budget, which finds the plan by itself." for name in given]
     level = request.level
     told = []
     if request.split_fn is not None and level < 2:
@@ -245,6 +311,8 @@ def _check_search(model: nn.Module, request: _Request) -> None:
     if not isinstance(request.checkpoint_budget, str) or request.checkpoint_budget not in BUDGET_SHARES:
         options = ", ".join(map(repr, BUDGET_SHARES))
         raise ValueError(f"checkpoint_budget must be one of {options}, found {request.checkpoint_budget!r}.")
+    if request.plan is None:
+        _check_budget(model, request)
     if not isinstance(request.compress, bool):
         raise TypeError(f"compress must be True or False, found {request.compress!r}.")
     if request.targets is not None:
@@ -268,6 +336,32 @@ def _check_search(model: nn.Module, request: _Request) -> None:
                 f"Parameter {name} is on the meta device, where no forward can be observed; pass plan=..., a plan that "
                 "was made for this model on a real device."
             )
+
+
+def _check_budget(model: nn.Module, request: _Request) -> None:
+    wrong = [other for other in request.optimizers if not isinstance(other, Optimizer)]
+    if wrong:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, found {wrong[0]!r}.")
+    if isinstance(request.reserved_bytes, bool) or not isinstance(request.reserved_bytes, int):
+        raise TypeError(f"reserved_bytes must be an int, found {request.reserved_bytes!r}.")
+    if request.reserved_bytes < 0:
+        raise ValueError(f"reserved_bytes must be 0 or more, found {request.reserved_bytes}.")
+    if request.memory_budget is None:
+        for name in ("optimizer", "reserved_bytes"):
+            if getattr(request, name):
+                raise ValueError(
+                    f"{name} counts against memory_budget, which was not given. Give it, or leave {name} out."
+                )
+        return
+    _budget_bytes(model, request)
+
+
+def _budget_bytes(model: nn.Module, request: _Request) -> int:
+    """What the budget allows on the device of this rank."""
+    assert request.memory_budget is not None
+    device = _device_of(model)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return budget_bytes(request.memory_budget, memory)
 
 
 def _wrapper_of(model: nn.Module) -> str:
@@ -490,6 +584,124 @@ def _region_plans(
             )
         )
     return tuple(plans)
+
+
+def _plan_bytes(model: nn.Module, request: _Request, state: ModelState, ranks: Ranks, started: float) -> Plan:
+    """Observe, solve, and measure what was solved, until the fastest plan within the budget is found."""
+    device = _device_of(model)
+    example_forward = request.example_forward
+    assert example_forward is not None
+    found = ranks.attempt("finding the regions", lambda: find_targets(model, request.targets))
+    ranks.same("finding the regions", [region.path for region in found.regions])
+    choices = tuple(choice for choice in CHOICES if request.compress or choice.treatment != "pack")
+    choices = tuple(choice for choice in choices if request.compress or choice.compressor is None)
+
+    def observe_here() -> tuple[int, OptimizerBytes, ObservedStep]:
+        request.report("observing", 0, 1)
+        held = [optimizer_bytes(optimizer) for optimizer in request.optimizers]
+        optimizers = OptimizerBytes(sum(x.state for x in held), max((x.step for x in held), default=0))
+        seen = observe_step(
+            model,
+            found.regions,
+            example_forward,
+            state,
+            choices=choices,
+            device=device,
+            optimizer_peak_bytes=optimizers.step,
+        )
+        learn_parameters(model, state.written)
+        state.rewind()
+        request.report("observing", 1, 1)
+        return _budget_bytes(model, request), optimizers, seen
+
+    reports = ranks.together("observing the model", observe_here)
+    step = step_of_all([seen for _, _, seen in reports])
+    if request.can_chunk is not None:
+        step = without_chunks(step, _not_chunkable(model, step, request.can_chunk))
+    # What the optimizers hold is there in every step but the first.
+    held = max(optimizers.state for _, optimizers, _ in reports)
+    already = sum(tensor.nbytes for optimizer in request.optimizers for tensor in tensors_in(dict(optimizer.state)))
+    reserved = ranks.together("counting what is reserved", lambda: max(0, held - already) + request.reserved_bytes)
+    budget, reserved_bytes = min(budget for budget, _, _ in reports), max(reserved)
+    passes = 0
+
+    def measure(chosen: Mapping[str, Choice]) -> int | None:
+        nonlocal passes
+        passes += 1
+        request.report("measuring", passes - 1, MOST_STEPS)
+        layout = {path: _config(path, choice, step) for path, choice in chosen.items()}
+        with treated_as(model, layout):
+            profiles = ranks.together("measuring a plan", lambda: run_step(model, {}, example_forward, state, device))
+        request.report("measuring", passes, MOST_STEPS)
+        peaks = [profile.peak_bytes for profile in profiles if profile.peak_bytes is not None]
+        return max(peaks) if len(peaks) == len(profiles) else None
+
+    within = plan_within(step.costs, budget, measure, reserved_bytes=reserved_bytes)
+    return Plan(
+        regions=_regions_within(model, found, step, within),
+        level=request.level,
+        checkpoint_budget=request.checkpoint_budget,
+        compress=request.compress,
+        target_reason=found.reason,
+        device=device.type,
+        forward_flops=step.flops,
+        memory_budget=budget,
+        reserved_bytes=reserved_bytes,
+        predicted_peak_bytes=within.best.predicted_bytes,
+        peak_bytes_after=within.best.peak_bytes,
+        extra_flops=within.best.solution.simulated.extra_flops,
+        search_passes=len(within.steps),
+        probe_passes=step.passes,
+        search_seconds=time.perf_counter() - started,
+        world_size=ranks.size,
+        versions=_versions(),
+    )
+
+
+def _config(path: str, choice: Choice, step: ObservedStep) -> RegionConfig:
+    return RegionConfig(**treatment_arguments(path, choice, step.observations[path]))
+
+
+def _not_chunkable(model: nn.Module, step: ObservedStep, can_chunk: CanChunk) -> frozenset[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return frozenset(path for path in step.observations if path in modules and not can_chunk(modules[path]))
+
+
+def _regions_within(
+    model: nn.Module, found: FoundRegions, step: ObservedStep, within: WithinBudget
+) -> tuple[RegionPlan, ...]:
+    """The regions of the plan in model order, each with why it does not get the next faster treatment."""
+    solution = within.best.solution
+    modules = dict(model.named_modules(remove_duplicate=False))
+    aliases = {region.path: region.aliases for region in found.regions}
+    plans: dict[str, RegionPlan] = {}
+    for visit, reason in zip(visits(step.costs, solution.assignment), why(step.costs, solution), strict=True):
+        path, cost = visit.region.path, visit.choice
+        if path not in modules or path not in step.observations or path in plans:
+            continue
+        seen = step.observations[path]
+        config = None if cost.choice.treatment == "keep" else _config(path, cost.choice, step)
+        recomputed = config is not None and cost.choice.treatment == "recompute"
+        plans[path] = RegionPlan(
+            path=path,
+            class_name=type(modules[path]).__qualname__,
+            treatment=cost.choice.treatment,
+            reason=reason.text,
+            compressor=None if config is None or config.compressor is None else "bit",
+            compressed_args=() if config is None else config.compressed_args or (),
+            chunks=cost.choice.chunks,
+            chunked_args=config.chunked_args if config is not None and recomputed else (0,),
+            time_dim=0,
+            chunks_checked=cost.choice.chunks > 1,
+            aliases=aliases.get(path, ()),
+            calls=seen.calls,
+            input_bytes=seen.input_bytes,
+            stored_bytes=sum(cost.holds.values()),
+            saved_bytes=sum(visit.region.choices[0].holds.values()),
+            forward_flops=seen.flops,
+            forward_bytes=seen.moved_bytes,
+        )
+    return tuple(plans.values())
 
 
 def _possible_parts(parts: dict[str, tuple[str, ...]], candidates: dict[str, Candidate]) -> dict[str, tuple[str, ...]]:

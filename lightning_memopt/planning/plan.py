@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,7 +27,7 @@ from rich.text import Text
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""
 
-Treatment = Literal["keep", "recompute"]
+Treatment = Literal["keep", "pack", "recompute_cheap", "recompute"]
 CompressorName = Literal["bit"]
 Budget = Literal["speed", "balanced", "memory"]
 Outcome = Literal["measured", "kept", "undone", "out of memory", "not tried"]
@@ -44,7 +44,9 @@ class RegionPlan:
     class_name: str
     """Class of the module before it was treated."""
     treatment: Treatment
-    """``keep``: autograd stores what it needs. ``recompute``: only the inputs are stored."""
+    """``keep``: autograd stores what it needs. ``pack``: so it does, masks, spikes and small integers in 1 to 8 bits.
+    ``recompute_cheap``: outputs of products are stored, all else is recomputed. ``recompute``: only the inputs are
+    stored."""
     reason: str
     """Why, in words."""
     compressor: CompressorName | None = None
@@ -134,6 +136,14 @@ class Plan:
     """Peak of one step of the plain model; None where it was not measured (level 1) or did not fit."""
     peak_bytes_after: int | None = None
     """Peak of one step of the optimized model; None where it was not measured (level 1) or did not fit."""
+    memory_budget: int | None = None
+    """Bytes that a step may take, as asked for; None where no budget was."""
+    reserved_bytes: int = 0
+    """Bytes of ``memory_budget`` that are not for the measured step: the state that optimizers will hold."""
+    predicted_peak_bytes: int | None = None
+    """What the plan's peak was predicted to be; None without a budget."""
+    extra_flops: int = 0
+    """Floating point operations that the plan adds to a step; 0 where they were not counted."""
     trials: tuple[Trial, ...] = ()
     """Everything the search measured or ruled out, in order."""
     search_passes: int = 0
@@ -147,13 +157,18 @@ class Plan:
     """Versions of the libraries that made the plan."""
 
     @property
-    def recomputed(self) -> tuple[RegionPlan, ...]:
+    def treated(self) -> tuple[RegionPlan, ...]:
         """The regions that the plan changes."""
+        return tuple(region for region in self.regions if region.treatment != "keep")
+
+    @property
+    def recomputed(self) -> tuple[RegionPlan, ...]:
+        """The regions of which only the inputs are stored."""
         return tuple(region for region in self.regions if region.treatment == "recompute")
 
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of what changes the model: paths, treatments, compressors, chunks."""
-        changes = sorted((region.changes() for region in self.recomputed), key=lambda change: str(change["path"]))
+        changes = sorted((region.changes() for region in self.treated), key=lambda change: str(change["path"]))
         return hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -221,8 +236,15 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
-        said = f"level {self.level}, {len(self.recomputed)} of {len(self.regions)} regions recomputed, {self._peaks()}"
-        return f"Plan({said})"
+        return f"Plan(level {self.level}, {self._counts(' regions')}, {self._peaks()})"
+
+    def _counts(self, regions: str = "") -> str:
+        """``9 of 15 recomputed, 2 partly recomputed, 1 packed``."""
+        counts = [f"{len(self.recomputed)} of {len(self.regions)}{regions} recomputed"]
+        for treatment, words in (("recompute_cheap", "partly recomputed"), ("pack", "packed")):
+            number = sum(region.treatment == treatment for region in self.regions)
+            counts += [f"{number} {words}"] if number else []
+        return ", ".join(counts)
 
     def table(self) -> Table:
         """The plan as a rich table with totals at the foot: a row for each region, or for a run of equal ones.
@@ -233,21 +255,27 @@ class Plan:
         table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
         inputs = sum(region.input_bytes for region in self.recomputed)
         stored = sum(region.stored_bytes for region in self.recomputed)
-        table.add_column("region", footer=f"{len(self.recomputed)} of {len(self.regions)} recomputed", overflow="fold")
+        table.add_column("region", footer=self._counts(), overflow="fold")
         table.add_column("class", overflow="fold")
         table.add_column("treatment", overflow="fold")
         if measured:
-            saved = sum(region.saved_bytes or 0 for region in self.recomputed)
+            saved = sum(region.saved_bytes or 0 for region in self.treated)
             table.add_column("kept if plain", justify="right", footer=_mib(saved))
         table.add_column("inputs", justify="right", footer=_mib(inputs))
         table.add_column("stored", justify="right", footer=_mib(stored))
         table.add_column("why", overflow="fold")
         for cells, run in _runs(self.regions, measured=measured):
-            style = None if run[0].treatment == "recompute" else "dim"
+            style = "dim" if run[0].treatment == "keep" else None
             table.add_row(Text(_names(run)), *map(Text, cells), style=style)
         return table
 
     def _title(self) -> str:
+        if self.memory_budget is not None:
+            assert self.peak_bytes_after is not None
+            used = (self.peak_bytes_after + self.reserved_bytes) / self.memory_budget
+            reserved = f" and {_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
+            peak = f"peak {_mib(self.peak_bytes_after)} MiB{reserved}, {used:.1%} of it"
+            return f"Memory plan within {_mib(self.memory_budget)} MiB: {peak}"
         title = f"Memory plan, level {self.level}"
         return title if self.peak_bytes_after is None else f"{title}: {self._peaks()}"
 
@@ -263,6 +291,8 @@ class Plan:
         parts = ["sizes in MiB"]
         if self.target_reason:
             parts.append(self.target_reason)
+        if self.memory_budget is not None:
+            return "; ".join([*parts, *self._about_budget()])
         if self.forward_flops:
             again = sum(region.forward_flops for region in self.recomputed)
             parts.append(f"{min(again / self.forward_flops, 1):.0%} of the forward FLOPs are recomputed")
@@ -272,6 +302,14 @@ class Plan:
             parts.append(_tried(self.trials))
             parts.append(f"{self.search_passes} forward+backward passes in {self.search_seconds:.1f} s")
         return "; ".join(parts)
+
+    def _about_budget(self) -> Iterator[str]:
+        if self.predicted_peak_bytes is not None:
+            yield f"predicted peak {_mib(self.predicted_peak_bytes)}"
+        if self.forward_flops:
+            # A backward pass takes about twice the operations of the forward.
+            yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"
+        yield f"{self.search_passes} measured steps, {self.search_seconds:.1f} s"
 
 
 def _tried(trials: tuple[Trial, ...]) -> str:
@@ -342,7 +380,7 @@ def _mib(size: int) -> str:
 T = TypeVar("T", RegionPlan, Trial, Plan)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "treatment": ("keep", "recompute"),
+    "treatment": ("keep", "pack", "recompute_cheap", "recompute"),
     "compressor": (None, "bit"),
     "checkpoint_budget": ("speed", "balanced", "memory"),
     "outcome": ("measured", "kept", "undone", "out of memory", "not tried"),

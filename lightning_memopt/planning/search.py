@@ -35,6 +35,7 @@ from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import set_config
 from lightning_memopt.planning.candidates import Candidate
 from lightning_memopt.planning.model_state import ModelState
+from lightning_memopt.planning.observe import FLOPS_PER_BYTE
 from lightning_memopt.planning.plan import MIB, Outcome, Trial
 from lightning_memopt.planning.trial import NoGradientError, Profile, is_out_of_memory, run_forward, run_step
 
@@ -42,9 +43,6 @@ Progress = Callable[[str, int, int], None]
 Layout = Mapping[str, RegionConfig]
 """The checkpointed regions, by path; all others run plain."""
 
-# Where time is not measured, regions are ranked by operations and bytes: moving one byte takes about as long as this
-# many floating point operations on common machines.
-_FLOPS_PER_BYTE = 10
 # A split or a cut costs time in every step of the training: it has to lower the peak by this share at least.
 _LEAST_GAIN = 0.005
 # How often the search follows the peak from one region to the next before the changes must have lowered it.
@@ -360,7 +358,7 @@ class Search:
         """Cost of running the region once more: ms on CUDA, elsewhere operations and bytes on one scale."""
         measured = self._forward_ms.get(path)
         seen = self._candidates[path].seen
-        return measured if measured is not None else float(seen.flops + _FLOPS_PER_BYTE * seen.moved_bytes)
+        return measured if measured is not None else float(seen.flops + FLOPS_PER_BYTE * seen.moved_bytes)
 
     def _known_rise(self, path: str) -> int | None:
         """A peak that removing the checkpoint of ``path`` cannot stay below, if that is above the present one.

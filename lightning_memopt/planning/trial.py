@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
+from lightning_memopt.planning.gradient_flow import leaves_of
 from lightning_memopt.planning.model_state import ModelState
 from lightning_memopt.planning.observe import storage_address, uncompiled
 
@@ -125,7 +126,7 @@ def _forward_backward(model: nn.Module, example_forward: Callable[[nn.Module], o
     with torch.enable_grad():
         output = example_forward(model)
         loss = loss_of(output)
-    state.set_aside(_leaves(loss))
+    state.set_aside(leaves_of(loss))
     loss.backward()
     del output
     mark_memory(_END)
@@ -175,23 +176,6 @@ def _describe(output: object) -> str:
         return f"a tensor of dtype {output.dtype} without a gradient"
     tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
     return f"{type(output).__name__} with {tensors} tensors, none with a gradient" if tensors else type(output).__name__
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """The leaves that the backward of ``loss`` will give a gradient to."""
-    leaves: list[Tensor] = []
-    pending: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            leaves.append(variable)
-        pending.extend(following for following, _ in node.next_functions)
-    return leaves
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""
+The plan for a budget, made sure of
+===================================
+
+The simulated peak of a plan is close to the real one, not equal to it. So the plan that the solver finds is measured in
+a real step before anybody trains with it. What the step took more or less than predicted is added to the model of
+memory, and the solver is asked again: a plan above the budget is replaced by one that should be below, and a plan well
+below it by a faster one. Three measured steps at most; the fastest plan that was measured within the budget is taken,
+and where there is none the budget is refused with the smallest peak there is and what holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_memopt.planning.costs import Choice, StepCosts
+from lightning_memopt.planning.memory_budget import format_bytes
+from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, visits
+from lightning_memopt.planning.solve import Solution, solve
+
+# Steps that may be measured for one budget.
+MOST_STEPS = 3
+# A plan this close below the budget is not improved upon.
+_CLOSE = 0.02
+# Where memory ran out, nobody knows how much was missing: so much more than the budget is assumed.
+_OUT_OF_MEMORY = 1.1
+# Holders that a refusal names.
+_NAMED = 4
+
+Measure = Callable[[Mapping[str, Choice]], int | None]
+"""Runs one real step with regions treated as given, by path, on all ranks. Returns the largest peak of all ranks in
+bytes, None if one of them ran out of memory."""
+
+
+class MemoryBudgetError(ValueError):
+    """No plan keeps a training step within the memory budget.
+
+    Attributes:
+        least_bytes: the smallest budget that a plan can keep, measured if that plan was measured, else predicted.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan that was measured in a real step."""
+
+    solution: Solution
+    peak_bytes: int | None
+    """Largest peak of all ranks; None if memory ran out."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The peak that was predicted before the step."""
+        return self.solution.simulated.peak_bytes
+
+    def within(self, budget_bytes: int) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
+
+
+@dataclass(frozen=True)
+class WithinBudget:
+    """The plan that was found, and the steps that were measured on the way."""
+
+    best: MeasuredPlan
+    steps: tuple[MeasuredPlan, ...] = field(repr=False)
+
+
+def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserved_bytes: int = 0) -> WithinBudget:
+    """The fastest plan whose measured peak is within ``budget_bytes``.
+
+    Args:
+        costs: one observed step.
+        budget_bytes: what is alive during a step may reach, but not exceed, so many bytes.
+        reserved_bytes: what of them is not for the step: the state that optimizers will hold, and the like.
+        measure: measures a plan in a real step.
+
+    Raises:
+        MemoryBudgetError: no plan is within the budget; names the smallest peak and what holds it.
+    """
+    allowed = budget_bytes - reserved_bytes
+    correction = Correction()
+    steps: list[MeasuredPlan] = []
+    best: MeasuredPlan | None = None
+    for _ in range(MOST_STEPS):
+        solution = solve(costs, allowed, correction)
+        if any(solution.assignment == step.solution.assignment for step in steps):
+            break
+        if best is not None and not (solution.fits and solution.simulated.extra < best.solution.simulated.extra):
+            break
+        step = MeasuredPlan(solution, measure(choices_of(costs, solution.assignment)))
+        steps.append(step)
+        if step.within(allowed):
+            best = step
+            if step.peak_bytes is not None and step.peak_bytes >= (1 - _CLOSE) * allowed:
+                break
+        elif not solution.fits:
+            break  # this was the plan with the least peak
+        peak = step.peak_bytes
+        if peak is None:
+            peak = max(int(_OUT_OF_MEMORY * allowed), solution.simulated.peak_bytes)
+        correction = correct(correction, solution.simulated, peak)
+    if best is None:
+        raise _refusal(costs, budget_bytes, reserved_bytes, steps, correction)
+    return WithinBudget(best, tuple(steps))
+
+
+def choices_of(costs: StepCosts, assignment: Assignment) -> dict[str, Choice]:
+    """The treatment of every region that is not kept, by path."""
+    chosen = {visit.region.path: visit.choice.choice for visit in visits(costs, assignment)}
+    return {path: choice for path, choice in chosen.items() if choice.treatment != "keep"}
+
+
+def _refusal(
+    costs: StepCosts, budget_bytes: int, reserved_bytes: int, steps: list[MeasuredPlan], correction: Correction
+) -> MemoryBudgetError:
+    least = solve(costs, 0, correction)
+    measured = [step.peak_bytes for step in steps if step.peak_bytes is not None]
+    predicted = least.simulated.peak_bytes
+    same = [step for step in steps if step.solution.assignment == least.assignment and step.peak_bytes is not None]
+    known = same[-1].peak_bytes if same else None
+    least_bytes = (known if known is not None else max(predicted, budget_bytes - reserved_bytes + 1)) + reserved_bytes
+    how = "measured" if known is not None else "predicted from measured steps" if measured else "predicted"
+    reserved = f"{format_bytes(reserved_bytes)} that are reserved (the state of optimizers), " if reserved_bytes else ""
+    return MemoryBudgetError(
+        f"No plan keeps a training step within {format_bytes(budget_bytes)}. The smallest peak that any plan has is "
+        f"{format_bytes(least_bytes)} ({how}), in {least.simulated.peak}, where these are alive: "
+        f"{reserved}{_said(least.simulated)}. Allow at least {format_bytes(least_bytes)}, or use a smaller batch.",
+        least_bytes,
+    )
+
+
+def _said(simulated: Simulated) -> str:
+    named = simulated.at_peak[:_NAMED]
+    words = [f"{holder.name} {format_bytes(holder.bytes)}" for holder in named]
+    rest = sum(holder.bytes for holder in simulated.at_peak[_NAMED:])
+    return ", ".join([*words, f"all else {format_bytes(rest)}"] if rest > 0 else words)
