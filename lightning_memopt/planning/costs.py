@@ -54,6 +54,7 @@ class RegionCosts:
     """One call of one region; regions appear in the order of the forward pass."""
 
     path: str
+    """Of a module; or, in parentheses, words for a stretch of code outside of all regions, which can only be kept."""
     choices: tuple[ChoiceCost, ...]
     """The first is always ``keep``."""
     in_flight: Mapping[int, int]
@@ -61,7 +62,7 @@ class RegionCosts:
     in_flight_gradient_bytes: int
     """Gradients alive when its backward starts: of its output, of skip connections."""
     gradient_bytes: int
-    """Gradients of parameters that its backward leaves behind."""
+    """What its backward leaves behind: gradients of parameters, states and what hangs on their graph."""
     children: tuple[RegionCosts, ...] = ()
     """Smaller regions inside it, in order, of which it may consist; empty if it cannot be opened."""
     glue: Mapping[int, int] | None = None

@@ -233,6 +233,9 @@ class _Bench:
         self._treated = region_config(call.module)
         self._reference: _Left | None = None
         self._noise = 0.0
+        # What it returned in the real call; not where the real call began with other values than we have.
+        changed = call.writes_input or call.written
+        self._output: list[Any] | None = None if changed else tree_leaves(call.output)
         learn_parameters(call.module, call.written)
 
     def warm_up(self, choices: Iterable[Mapping[str, Any]]) -> None:
@@ -279,7 +282,7 @@ class _Bench:
 
     def close(self) -> None:
         """Return to what the real call left."""
-        self._reference = None
+        self._reference = self._output = None
         self._treat({})
         self._put_back_parameters()
         self._after.restore()
@@ -357,8 +360,10 @@ class _Bench:
             output = call.module.forward(*args, **kwargs)
         del args, kwargs
         mark_memory(name + _FORWARD)
-        if tolerance is not None and not call.writes_input:
-            run.refused = _differ("output", tree_leaves(call.output), tree_leaves(output), tolerance)
+        if tolerance is not None:
+            if self._output is None:
+                self._output = _values_of(output)
+            run.refused = _differ("output", self._output, tree_leaves(output), tolerance)
         root = _root(name, run, output)
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in storages_of(output).values()]
         del output
@@ -575,7 +580,11 @@ def _state_of(module: nn.Module) -> list[Any]:
         for leaf in tree_leaves(value)
         if isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter)
     ]
-    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return _values_of(leaves)
+
+
+def _values_of(values: Any) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(values)]
 
 
 def _difference(plain: _Left, other: _Left, tolerance: Callable[[Tensor], float]) -> str:

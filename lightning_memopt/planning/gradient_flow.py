@@ -137,13 +137,15 @@ class GradientFlow:
             before = self._in_flight, self._in_parameters
             shared = tuple((min(g.waits_for), max(g.waits_for), g.bytes) for g in self._shared.values())
             slots = [(node, number) for number in range(len(node._input_metadata))]
-            given = [waiting.pop(slot) for slot in slots if slot in waiting]
+            arrived = [slot for slot in slots if slot in waiting]
+            given = [waiting.pop(slot) for slot in arrived]
             first = given[0] if given else None
             results: list[tuple[Any, int, _Gradient]] = []
             for position, (following, number) in enumerate(node.next_functions):
                 if following is not None and first is not None:
                     size = self._bytes(following, number)
-                    hands_on = _hands_on(node, position, same_size=size == first.bytes)
+                    # Sizes as autograd sees them: of a sum's gradient the memory may be a single value.
+                    hands_on = _hands_on(node, position, same_size=size == self._bytes(*arrived[0]))
                     results.append((following, number, first if hands_on else self._new(size)))
             peak = self._in_flight + self._in_parameters
             for following, number, gradient in results:
@@ -177,11 +179,11 @@ class GradientFlow:
         there = waiting.get(slot)
         if there is None:
             waiting[slot] = gradient
-        elif len(there.waits_for) == 1:  # added in place
+        elif len(there.waits_for) == 1 and there.bytes >= gradient.bytes:  # added in place
             self._let_go(gradient)
             return self._in_flight + self._in_parameters
         else:
-            waiting[slot] = self._new(there.bytes)
+            waiting[slot] = self._new(self._bytes(*slot))
             peak = self._in_flight + self._in_parameters
             there.waits_for.remove(target)
             self._let_go(there)

@@ -135,7 +135,7 @@ def observe_costs(
         ...         model, regions, lambda model: model(torch.rand(5, 3, 8)), state, device=torch.device("cpu")
         ...     )
         >>> [region.path for region in costs.regions]
-        ['0', '1', '2', '(after 2)']
+        ['(before 0)', '0', '1', '2', '(after 2)']
     """
     return observe_step(
         model,

@@ -259,6 +259,7 @@ def why(costs: StepCosts, solution: Solution) -> tuple[Reason, ...]:
     """
     visited = visits(costs, solution.assignment)
     sizes = storage_bytes(costs)
+    before = _as_planned(costs, visited, sizes, solution.correction)
     calls: dict[str, list[int]] = {}
     for at, visit in enumerate(visited):
         calls.setdefault(visit.region.path, []).append(at)
@@ -267,29 +268,82 @@ def why(costs: StepCosts, solution: Solution) -> tuple[Reason, ...]:
     limit = solution.budget_bytes if solution.fits else solution.simulated.peak_bytes
     limit_words = "the budget" if solution.fits else "the least peak there is"
     reasons = []
-    for visit in visited:
+    for at, visit in enumerate(visited):
         cheaper = _next_cheaper(visit)
-        changed = list(visited)
-        if cheaper is not None:
-            for at in calls[visit.region.path]:
-                changed[at] = _with_choice(visited[at], cheaper.choice)
-        alive = alive_bytes(costs, changed, sizes, solution.correction)
-        peak = max(alive)
-        reason = Reason(visit.index, visit.region.path, "of all choices this one adds the least time")
-        if cheaper is not None:
-            over = max(0, peak - limit)
-            position = moments[alive.index(peak)]
-            faster = sum(was.choice.extra - now.choice.extra for was, now in zip(visited, changed, strict=True))
-            saved = _time_in_words(faster, costs)
-            said = f"{in_words(cheaper.choice)} would save {saved}, "
-            said += (
-                f"but {position} would take {format_bytes(over)} more than {limit_words}"
-                if over
-                else "and would fit: the plan is not the best there is"
-            )
-            reason = replace(reason, text=said, cheaper=cheaper.choice, position=position, over_bytes=over)
-        reasons.append(reason)
+        if cheaper is None:
+            reasons.append(Reason(visit.index, visit.region.path, "the fastest choice"))
+            continue
+        changed = {call: _with_choice(visited[call], cheaper.choice) for call in calls[visit.region.path]}
+        if len(changed) == 1:
+            alive = _with_one_change(before, at, visit.choice, cheaper, sizes)
+        else:
+            every = [changed.get(call, other) for call, other in enumerate(visited)]
+            alive = np.array(alive_bytes(costs, every, sizes, solution.correction))
+        at_peak = int(np.argmax(alive))
+        over = max(0, int(alive[at_peak]) - limit)
+        faster = sum(visited[call].choice.extra - now.choice.extra for call, now in changed.items())
+        text = f"{in_words(cheaper.choice)} would save {_time_in_words(faster, costs)}, "
+        text += (
+            f"but {moments[at_peak]} would take {format_bytes(over)} more than {limit_words}"
+            if over
+            else "and would fit: the plan is not the best there is"
+        )
+        reasons.append(Reason(visit.index, visit.region.path, text, cheaper.choice, moments[at_peak], over))
     return tuple(reasons)
+
+
+class _AsPlanned(NamedTuple):
+    """Bytes alive under a plan, and when each storage is held and found in flight."""
+
+    alive: Bytes
+    """At each position of the step, in order."""
+    held: dict[int, list[int]]
+    """By storage: ``2 * visit`` for what is held from just before a visit on, one more for what the visit holds."""
+    flying: dict[int, list[int]]
+    """By storage: the visits that find it in flight."""
+
+
+def _as_planned(
+    costs: StepCosts, visited: tuple[Visit, ...], sizes: Mapping[int, int], offsets: Correction
+) -> _AsPlanned:
+    held: dict[int, list[int]] = {}
+    flying: dict[int, list[int]] = {}
+    for at, visit in enumerate(visited):
+        for _, entered in visit.entered:
+            for storage in entered:
+                held.setdefault(storage, []).append(2 * at)
+        for storage in visit.choice.holds:
+            held.setdefault(storage, []).append(2 * at + 1)
+        for storage in visit.region.in_flight:
+            flying.setdefault(storage, []).append(at)
+    for storage in costs.outside[-1]:
+        held.setdefault(storage, []).append(2 * len(visited))
+    return _AsPlanned(np.array(alive_bytes(costs, visited, sizes, offsets)), held, flying)
+
+
+def _with_one_change(before: _AsPlanned, at: int, old: ChoiceCost, new: ChoiceCost, sizes: Mapping[int, int]) -> Bytes:
+    """Bytes alive at each position if one visit gets another choice."""
+    alive = before.alive.copy()
+    count = len(alive) // 2 - 1
+    forward, end, backward = alive[:count], alive[count : count + 1], alive[count + 1 : -1][::-1]
+    for storages, sign in ((new.holds.keys() - old.holds.keys(), 1), (old.holds.keys() - new.holds.keys(), -1)):
+        for storage in storages:
+            mine, never = 2 * at + 1, 2 * count + 1
+            other = min((moment for moment in before.held.get(storage, ()) if moment != mine), default=never)
+            if other < mine:
+                continue
+            # From this visit on until another one holds it, where it is not counted as in flight.
+            until, size = min((other + 1) // 2, count), sign * sizes[storage]
+            forward[at + 1 : until] += size
+            for visit in before.flying.get(storage, ()):
+                if at < visit < until:
+                    forward[visit] -= size
+            backward[at : min(other // 2, count)] += size
+            if other == never:
+                end += size
+    forward[at] += new.forward_peak_bytes - old.forward_peak_bytes
+    backward[at] += new.backward_peak_bytes - old.backward_peak_bytes
+    return alive
 
 
 def in_words(choice: Choice) -> str:

@@ -1,0 +1,90 @@
+"""``python -m lightning_memopt`` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_memopt.cli import main
+from lightning_memopt.planning import Plan
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "text_transformer"
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, started where the user's code lies."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "lightning_memopt", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def test_a_plan_for_a_configuration_is_printed_written_and_applied(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    how = ["--model", "model.ByteGPT", "--data", "data.StandardLibraryText", "--cli", "cli.TextCLI"]
+    done = run("plan", "--config", "config.yaml", *how, "--budget", "60MiB", "--output", str(file), folder=EXAMPLE)
+    assert done.returncode == 0, done.stderr
+    assert "Memory plan within 60.0 MiB" in done.stdout
+    plan = Plan.load(file)
+    assert plan.memory_budget == 60 * 2**20
+    assert plan.treated
+    assert plan.peak_bytes_after + plan.reserved_bytes <= plan.memory_budget
+    # The optimizer of the configuration counts: two moments of every parameter.
+    assert plan.reserved_bytes > 0
+    # And the training takes the plan as it is.
+    script = (
+        "from lightning.pytorch import Trainer; from lightning_memopt import MemoryOptimization;"
+        "from model import ByteGPT; from data import StandardLibraryText;"
+        f"callback = MemoryOptimization(plan={str(file)!r}, verbose=False);"
+        "trainer = Trainer(accelerator='cpu', max_steps=2, logger=False, callbacks=[callback], "
+        "enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0);"
+        "trainer.fit(ByteGPT(width=128, heads=4, depth=4, length=128), StandardLibraryText(length=128));"
+        "print('digest', callback.plan.digest())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    trained = subprocess.run(
+        [sys.executable, "-c", script], cwd=EXAMPLE, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert f"digest {plan.digest()}" in trained.stdout, trained.stderr
+
+
+def test_a_configuration_that_names_its_classes_needs_no_more_and_a_refusal_is_an_exit_status(tmp_path: Path) -> None:
+    given = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
+    # Written for a machine with four GPUs: what of that does not matter to one step is replaced.
+    given["trainer"] |= {"accelerator": "gpu", "devices": 4, "strategy": "ddp"}
+    given["model"] = {"class_path": "model.ByteGPT", "init_args": given["model"]}
+    given["data"] = {"class_path": "data.StandardLibraryText", "init_args": {**given["data"], "length": 128}}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(given))
+    file = tmp_path / "plan.json"
+    done = run("plan", "--config", str(config), "--budget", "1MiB", "--output", str(file), folder=EXAMPLE)
+    assert done.returncode == 1, done.stderr
+    assert "Allow at least" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["plan", "--budget", "1GiB"], "--config"),
+        (["plan", "--config", "missing.yaml", "--budget", "1GiB"], "there is no such file"),
+        (["plan", "--config", __file__, "--budget", "plenty"], "memory_budget is 'plenty'"),
+        (["plan", "--config", __file__, "--budget", "80%"], "without memory of its own"),
+        (["plan", "--config", __file__, "--budget", "1GiB", "--model", "nowhere.Model"], "no class 'nowhere.Model'"),
+        (["plan", "--config", __file__, "--budget", "1GiB", "--model", "math.pi"], "is no class"),
+    ],
+)
+def test_wrong_arguments_end_with_a_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
