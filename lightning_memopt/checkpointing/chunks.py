@@ -7,18 +7,24 @@ carried from piece to piece: then only one piece's intermediate tensors exist at
 for layers that act on each time step alone; it is wrong for batch norm in training, attention over time, and whatever
 reduces over time. So it is proved, not assumed: at the first call with each input shape the pieces are run beside the
 whole, without gradients, and outputs, states and random numbers must agree.
+
+Pieces are written into one tensor as they come, outputs in the forward and gradients of the input in the backward:
+joining them in the end would hold the sequence twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_memopt.checkpointing.engine import in_transform
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import restore_snapshot, take_snapshot
@@ -56,7 +62,7 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], config: Regio
     length = next(iter(lengths.values()))
     if length < config.chunks:
         raise ValueError(f"{label}: cannot split {length} time steps into {config.chunks} chunks.")
-    parts = {name: given[name].tensor_split(config.chunks, dim=config.time_dim) for name in config.chunked_args}
+    parts = {name: _split(given[name], config.chunks, config.time_dim) for name in config.chunked_args}
     return [
         (
             tuple(parts[i][k] if i in parts else value for i, value in enumerate(args)),
@@ -67,31 +73,219 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], config: Regio
     ]
 
 
-def merge_chunks(outputs: Sequence[Any], pieces: Sequence[Piece], config: RegionConfig, label: str) -> Any:
-    """Concatenate the tensors of the outputs along time; everything else must be the same in every piece.
+def run_pieces(run: Callable[..., Any], pieces: Sequence[Piece], config: RegionConfig, label: str) -> Any:
+    """Run the pieces one after the other and join the tensors they return along time.
+
+    Everything else that they return must be the same in every piece.
 
     Raises:
         ValueError: if outputs differ in structure, or an output tensor has no time dimension of the piece's length.
     """
-    flat, specs = zip(*(tree_flatten(output) for output in outputs), strict=True)
-    if any(spec != specs[0] for spec in specs[1:]):
-        raise ValueError(f"{label}: time chunks returned outputs of different structure.")
-    merged = []
-    for leaves in zip(*flat, strict=True):
-        if not isinstance(leaves[0], Tensor):
-            if any(not _equal(leaf, leaves[0]) for leaf in leaves[1:]):
-                raise ValueError(f"{label}: an output that is no tensor differs between time chunks: {leaves}.")
-            merged.append(leaves[0])
-            continue
-        for leaf, (_, _, length) in zip(leaves, pieces, strict=True):
-            if leaf.dim() <= config.time_dim or leaf.dim() == 0 or leaf.shape[config.time_dim] != length:
+    total = sum(length for _, _, length in pieces)
+    joined: list[Any] = []
+    spec: TreeSpec | None = None
+    start = 0
+    for args, kwargs, length in pieces:
+        leaves, this = tree_flatten(run(*args, **kwargs))
+        if spec is None:
+            spec = this
+            joined = [_Joined(leaf, total, config.time_dim) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        elif this != spec:
+            raise ValueError(f"{label}: time chunks returned outputs of different structure.")
+        for index, whole in enumerate(joined):
+            leaf = leaves[index]
+            leaves[index] = None  # a piece is free once it is written
+            if isinstance(whole, _Joined):
+                _check_piece(leaf, whole, length, config.time_dim, label)
+                whole.write(leaf, start, length)
+            elif isinstance(leaf, Tensor) or not _equal(leaf, whole):
                 raise ValueError(
-                    f"{label}: an output of shape {tuple(leaf.shape)} has no time dimension {config.time_dim} of "
-                    f"length {length}, so its time chunks cannot be joined. Outputs that are reduced over time need "
-                    "the whole sequence: use chunks=1."
+                    f"{label}: an output that is no tensor differs between time chunks: {whole!r} and {leaf!r}."
                 )
-        merged.append(torch.cat(leaves, dim=config.time_dim))
-    return tree_unflatten(merged, specs[0])
+            del leaf
+        start += length
+    assert spec is not None
+    return tree_unflatten([whole.result() if isinstance(whole, _Joined) else whole for whole in joined], spec)
+
+
+def _check_piece(leaf: Any, whole: _Joined, length: int, time_dim: int, label: str) -> None:
+    if not isinstance(leaf, Tensor) or leaf.dtype != whole.dtype or leaf.dim() != whole.dim:
+        raise ValueError(f"{label}: time chunks returned outputs of different structure.")
+    if leaf.dim() <= time_dim or leaf.dim() == 0 or leaf.shape[time_dim] != length:
+        raise ValueError(
+            f"{label}: an output of shape {tuple(leaf.shape)} has no time dimension {time_dim} of length {length}, so "
+            "its time chunks cannot be joined. Outputs that are reduced over time need the whole sequence: use "
+            "chunks=1."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces of one tensor
+
+
+def _split(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
+    """Views of ``tensor``, ``chunks`` along ``dim``, whose gradients are written into one tensor."""
+    pieces = tensor.tensor_split(chunks, dim=dim)
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling() or in_transform():
+        return pieces
+    lengths = [piece.shape[dim] for piece in pieces]
+    gradient = _Gradient(tensor, dim, lengths)
+    source = _Source.apply(tensor, gradient)
+    plain = tensor.detach().tensor_split(chunks, dim=dim)
+    return [_Part.apply(source, piece, gradient, index) for index, piece in enumerate(plain)]
+
+
+class _Gradient:
+    """The gradient of a tensor that was split: every piece's part is written when it is known."""
+
+    def __init__(self, tensor: Tensor, dim: int, lengths: list[int]) -> None:
+        self.shape, self.stride, self.dim = tensor.shape, tensor.stride(), dim
+        self.dense = _is_dense(tensor)
+        ends = [0, *(sum(lengths[: i + 1]) for i in range(len(lengths)))]
+        self.bounds = list(pairwise(ends))
+        self.whole: Tensor | None = None
+        self.pieces: dict[int, Tensor | None] = {}
+
+    def write(self, index: int, piece: Tensor) -> None:
+        if torch.is_grad_enabled():  # a gradient of this gradient may be asked for: keep the graph of every piece
+            self.pieces[index] = piece
+            return
+        if self.whole is None:
+            if self.dense:
+                self.whole = torch.empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device)
+            else:
+                self.whole = torch.empty(self.shape, dtype=piece.dtype, device=piece.device)
+        self._part(index).copy_(piece)
+        self.pieces[index] = None
+
+    def take(self) -> Tensor:
+        """The whole gradient, zero where no piece had one; ready for another backward afterwards."""
+        whole, pieces, self.whole, self.pieces = self.whole, self.pieces, None, {}
+        missing = [index for index in range(len(self.bounds)) if index not in pieces]
+        if whole is not None:
+            for index in missing:
+                start, end = self.bounds[index]
+                whole.narrow(self.dim, start, end - start).zero_()
+            return whole
+        known = [piece for piece in pieces.values() if piece is not None]
+        for index in missing:
+            start, end = self.bounds[index]
+            shape = list(self.shape)
+            shape[self.dim] = end - start
+            pieces[index] = known[0].new_zeros(shape)
+        ordered = [piece for _, piece in sorted(pieces.items()) if piece is not None]
+        return torch.cat(ordered, dim=self.dim)
+
+    def _part(self, index: int) -> Tensor:
+        assert self.whole is not None
+        start, end = self.bounds[index]
+        return self.whole.narrow(self.dim, start, end - start)
+
+
+class _Source(Function):
+    """Stands between a tensor and its pieces: its backward runs after that of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return ctx.gradient.take(), None
+
+
+class _Part(Function):
+    """One piece: a view of the tensor, whose gradient goes where the others' go."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, piece: Tensor, gradient: _Gradient, index: int) -> Tensor:
+        ctx.gradient, ctx.index = gradient, index
+        return piece
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.gradient.write(ctx.index, grad)
+        return grad.new_empty(0), None, None, None
+
+
+class _Joined:
+    """A tensor that is written piece by piece."""
+
+    def __init__(self, first: Tensor, total: int, time_dim: int) -> None:
+        self.dtype, self.dim, self._time_dim = first.dtype, first.dim(), time_dim
+        self._total = total
+        self._whole: Tensor | None = None
+        self._marks: list[Tensor] = []
+        self._lengths: list[int] = []
+        self._outside: list[Tensor] = []
+
+    def write(self, piece: Tensor, start: int, length: int) -> None:
+        if torch.compiler.is_compiling() or in_transform() or type(piece) is not Tensor:
+            self._outside.append(piece)
+            return
+        if self._whole is None:
+            shape = list(piece.shape)
+            shape[self._time_dim] = self._total
+            strides = piece.stride()
+            order = sorted(range(piece.dim()), key=lambda d: (-strides[d], d)) if _is_dense(piece) else None
+            self._whole = torch.empty_permuted(
+                shape, order or list(range(piece.dim())), dtype=piece.dtype, device=piece.device
+            )
+        place = self._whole.narrow(self._time_dim, start, length)
+        if place.shape != piece.shape:
+            raise ValueError(
+                f"Time chunks returned outputs of shapes {tuple(place.shape)} and {tuple(piece.shape)}, which cannot "
+                "be joined: use chunks=1."
+            )
+        self._marks.append(_Write.apply(piece, place))
+        self._lengths.append(length)
+
+    def result(self) -> Tensor:
+        if self._outside:
+            return torch.cat(self._outside, dim=self._time_dim)
+        assert self._whole is not None
+        if not any(mark.requires_grad for mark in self._marks):
+            return self._whole
+        whole: Tensor = _Join.apply(self._whole, self._time_dim, self._lengths, *self._marks)
+        return whole
+
+
+class _Write(Function):
+    """Writes a piece to its place and returns a mark: a tensor of its shape without memory, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, place: Tensor) -> Tensor:
+        place.copy_(piece)
+        return piece.new_empty(()).expand(piece.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Join(Function):
+    """The whole, once every piece is written."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, lengths: list[int], *marks: Tensor) -> Tensor:
+        ctx.dim, ctx.lengths = dim, lengths
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, None, *grad.split(ctx.lengths, dim=ctx.dim)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -136,11 +330,11 @@ def check_chunks_are_safe(
     host_random = HostRandom.now()
     devices = [] if not torch.cuda.is_initialized() else list(range(torch.cuda.device_count()))
     runs: list[tuple[list[Any], list[Any], Tensor, HostRandom]] = []
-    for run_pieces in (False, True):
+    for in_pieces in (False, True):
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             try:
-                if run_pieces:
-                    result = merge_chunks([forward(*a, **k) for a, k, _ in pieces], pieces, config, label)
+                if in_pieces:  # noqa: SIM108 - one of two runs
+                    result = run_pieces(forward, pieces, config, label)
                 else:
                     result = forward(*args, **kwargs)
                 state = [

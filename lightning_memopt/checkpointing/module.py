@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, merge_chunks, refuse_norms, split_arguments
+from lightning_memopt.checkpointing.chunks import check_chunks_are_safe, refuse_norms, run_pieces, split_arguments
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
 from lightning_memopt.checkpointing.engine import check_compressor, in_transform, run_region
@@ -314,8 +314,7 @@ def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, r
         if shapes not in region.safe_chunks:
             check_chunks_are_safe(module, plain, args, kwargs, pieces, config, label)
             region.safe_chunks.add(shapes)
-    outputs = [_run_once(module, plain, piece_args, piece_kwargs, region) for piece_args, piece_kwargs, _ in pieces]
-    return merge_chunks(outputs, pieces, config, label)
+    return run_pieces(lambda *a, **k: _run_once(module, plain, a, k, region), pieces, config, label)
 
 
 def _run_treated(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:

@@ -210,8 +210,9 @@ class GradientFlow:
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
     """The leaves that the backward of ``loss`` will give a gradient to."""
-    found = {id(following): _leaf(following) for node in _nodes(loss) for following, _ in node.next_functions}
-    return [leaf for leaf in found.values() if leaf is not None]
+    leaves = (_leaf(following) for node in _nodes(loss) for following, _ in node.next_functions)
+    # By the leaf: a node that nobody holds is a new object each time, and its id means nothing.
+    return list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
 
 
 def edges_out(loss: Tensor, first: int) -> list[tuple[Any, int]]:
