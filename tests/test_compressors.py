@@ -236,3 +236,19 @@ def test_on_the_cpu_a_value_that_stops_fitting_is_stored_as_it_is_with_one_warni
         else:
             block(x).pow(2).sum().backward()
         assert torch.equal(plain.weight.grad, block.weight.grad)
+
+
+def test_answers_of_one_place_are_kept_once_whatever_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a device: answers are read later. Inference over many lengths must not pile them up.
+    monkeypatch.setattr("lightning_memopt.ops.exactness.reading_is_free", lambda tensor: False)
+    from lightning_memopt import functional
+    from lightning_memopt.ops import exactness
+
+    for length in range(1, 50):
+        functional.bit_spike_compress(torch.ones(length))
+    assert len(exactness._PENDING) == 1
+    functional.bit_spike_compress(torch.full((3,), 0.5, dtype=torch.float16))
+    functional.bit_spike_compress(torch.ones(4))
+    with pytest.raises(NonBinarySpikeError, match=r"bit_spike_compress: spikes held 0.5"):
+        check_pending_fits()
+    assert not exactness._PENDING

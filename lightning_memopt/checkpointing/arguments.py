@@ -240,7 +240,8 @@ def offer_payload(tensor: Tensor, compressor: SpikeCompressor, payload: Any) -> 
     """Let a region that is given ``tensor`` itself store a payload that is there already, in place of its own.
 
     Args:
-        tensor: what will be stored. It holds the payload as long as it lives; a change of it in place ends the offer.
+        tensor: what will be stored. It holds the payload as long as it lives; a change of it in place ends the offer,
+            if autograd can see it (not one through ``tensor.data`` or another library's view of the memory).
         compressor: the payload is one of this compressor, and exact.
         payload: what ``compressor.compress(tensor)`` would return.
     """

@@ -335,7 +335,7 @@ def _pack_binary(spikes: Tensor, by_row: bool, where: str) -> Tensor:
     else:
         packed, fits, odd = _bit_pack(spikes.reshape(-1).contiguous())
     remedy = "pass zeros and ones only; sums of spikes are stored by IntegerSpikeCompressor"
-    require_exact(fits, odd, Claim(f"{where} {tuple(spikes.shape)}", "bits hold nothing but 0 and 1", remedy))
+    require_exact(fits, odd, Claim(where, "bits hold nothing but 0 and 1", remedy, tuple(spikes.shape)))
     return packed
 
 

@@ -27,10 +27,13 @@ class Claim(NamedTuple):
     where: str
     excludes: str
     remedy: str
+    shape: tuple[int, ...] | None = None
+    """Of the tensor, where it is told when the answer is known: answers of one place are combined on a device."""
 
     def describe(self, value: object) -> str:
         """The sentence that names the place, the value and the remedy."""
-        return f"{self.where} held {value}, but {self.excludes}. Remedy: {self.remedy}."
+        shape = "" if self.shape is None else f" {self.shape}"
+        return f"{self.where}{shape} held {value}, but {self.excludes}. Remedy: {self.remedy}."
 
 
 class _Pending(NamedTuple):
@@ -62,17 +65,26 @@ def require_exact(fits: Tensor, odd: Tensor, claim: Claim) -> None:
 
     Raises:
         NonBinarySpikeError: on the CPU, if a value did not fit.
+        RuntimeError: while a CUDA graph is captured: its replays could not be checked.
     """
     if reading_is_free(fits):
         if not fits:
             raise NonBinarySpikeError(claim.describe(odd.item()))
         return
+    if fits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{claim.where} is packed into bits while a CUDA graph is captured. Whether every value fits is asked after "
+            "the forward pass, which a replay of the graph does not do. Leave the compressor out of what is captured."
+        )
     _watch_optimizers()
     device, where = fits.device, claim.where
+    claim = claim._replace(shape=None)
     with _PENDING_LOCK:
         earlier = _PENDING.get((device, where))
         if earlier is not None:
-            fits, odd = earlier.fits & fits, torch.where(earlier.fits, odd, earlier.odd)
+            if earlier.known is not None:  # it may have been made on another stream
+                torch.cuda.current_stream(device).wait_event(earlier.known)
+            fits, odd = earlier.fits & fits, torch.where(earlier.fits, odd.to(earlier.odd.dtype), earlier.odd)
         known = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         _PENDING[device, where] = _Pending(claim, fits, odd, known)
 
