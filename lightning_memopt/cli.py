@@ -10,9 +10,14 @@ plan is written as a file that ``MemoryOptimization(plan=...)`` applies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import inspect
+import logging
 import sys
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with status 2 for wrong arguments, 1 for a budget that cannot be kept."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    budget = int(given.budget) if given.budget.isdecimal() else given.budget
     try:
-        budget_bytes(given.budget, device_bytes=None if given.accelerator == "cpu" else 1 << 60)
+        budget_bytes(budget, device_bytes=None if given.accelerator == "cpu" else 1 << 60)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"--budget: {error}")
     for path in given.config:
         if not path.is_file():
             parser.error(f"--config {path}: there is no such file")
     try:
         plan = plan_of_config(
             given.config,
-            given.budget,
+            budget,
             model=None if given.model is None else _class_at(given.model),
             data=None if given.data is None else _class_at(given.data),
             cli=None if given.cli is None else _class_at(given.cli),
             accelerator=given.accelerator,
         )
-    except ImportError as error:
+    except (ImportError, UnreadableConfigError) as error:
         parser.error(str(error))
     except MemoryBudgetError as error:
         print(error, file=sys.stderr)
@@ -54,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Console().print(plan.table())
     plan.save(given.output)
     print(f"The plan is in {given.output}: MemoryOptimization(plan={str(given.output)!r})", file=sys.stderr)
+
+
+class UnreadableConfigError(ValueError):
+    """LightningCLI does not accept a configuration."""
 
 
 def plan_of_config(
@@ -79,6 +89,7 @@ def plan_of_config(
     Raises:
         ImportError: the extra ``cli`` is not installed.
         MemoryBudgetError: no plan is within the budget.
+        UnreadableConfigError: LightningCLI does not accept the configuration.
     """
     try:
         import jsonargparse  # noqa: F401 - LightningCLI says only later that it is missing
@@ -104,23 +115,62 @@ def plan_of_config(
         "max_steps": -1,
         "callbacks": "null",
     }
-    read: Any = (cli or LightningCLI)(
-        model,
-        data,
-        run=False,
-        subclass_mode_model=model is None,
-        subclass_mode_data=data is None,
-        save_config_callback=None,
-        parser_kwargs={"parser_mode": "yaml"},
-        args=[
-            *(argument for path in config for argument in ("--config", str(path))),
-            *(f"--trainer.{name}={value}" for name, value in settings.items()),
-        ],
-    )
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # It warns everybody who passes arguments from Python while the process has some of its own, as ours does.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        read_from = [_without_subcommand(path, Path(folder), number) for number, path in enumerate(config)]
+        try:
+            read: Any = (cli or LightningCLI)(
+                model,
+                data,
+                run=False,
+                subclass_mode_model=model is None,
+                subclass_mode_data=data is None,
+                save_config_callback=None,
+                parser_kwargs={"parser_mode": "yaml", "exit_on_error": False},
+                args=[
+                    *(argument for path in read_from for argument in ("--config", str(path))),
+                    *(f"--trainer.{name}={value}" for name, value in settings.items()),
+                ],
+            )
+        except argparse.ArgumentError as error:
+            raise UnreadableConfigError(
+                f"LightningCLI does not accept the configuration: {error}. If it names no class_path for model and "
+                "data, name the classes by --model and --data; if your own LightningCLI reads it, name that by --cli."
+            ) from error
     read.trainer.callbacks.append(callback)
-    read.trainer.fit(read.model, datamodule=read.datamodule)
+    with _quiet():
+        read.trainer.fit(read.model, datamodule=read.datamodule)
     assert callback.plan is not None
     return callback.plan
+
+
+def _without_subcommand(path: Path, folder: Path, number: int) -> Path:
+    """The configuration without what only ``fit`` takes, so that one that a run has saved can be read, too."""
+    import yaml
+    from lightning.pytorch import Trainer
+
+    content = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict):
+        raise UnreadableConfigError(f"--config {path}: not a configuration of LightningCLI, which is a YAML mapping.")
+    content = content.get("fit", content)
+    of_fit = inspect.signature(Trainer.fit).parameters.keys()
+    kept = {key: value for key, value in content.items() if key not in of_fit or key == "model"}
+    target = folder / f"config{number}.yaml"
+    target.write_text(yaml.safe_dump(kept))
+    return target
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is trained, so what the Trainer says of its training is no news."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _class_at(path: str) -> type:

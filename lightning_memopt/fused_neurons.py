@@ -8,7 +8,9 @@ backward, in place of SpikingJelly's stored potentials. The modules stay the sam
 and ``state_dict``; :func:`unfuse_neurons` gives their classes back.
 
 Fused are multi-step calls in float32 with one of the seven built-in surrogates and ``store_v_seq=False``; any other
-call of a fused node, and any other neuron, runs as before. On the CPU spikes, potentials and gradients are those of
+call of a fused node, and any other neuron, runs as before; so do calls within ``torch.func`` transforms and ``vmap``,
+and neurons whose constants the kernels do not take, such as ``v_threshold=inf``. A fused call has no second derivative:
+double backward (a gradient penalty, for example) raises. On the CPU spikes, potentials and gradients are those of
 SpikingJelly bit for bit. On CUDA they are those of the eager loop; SpikingJelly's own CUDA kernels may round otherwise.
 """
 
@@ -20,14 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_memopt.checkpointing.arguments import offer_payload
 from lightning_memopt.checkpointing.compressors import BitSpikeCompressor, SpikePayload
-from lightning_memopt.functional.neuron import if_spike, lif_spike
-from lightning_memopt.surrogate import BuiltInSurrogate, as_surrogate
+from lightning_memopt.functional.neuron import check_neuron, if_spike, lif_spike, transforms_are_active
+from lightning_memopt.ops.neuron import IF, LIF
+from lightning_memopt.surrogate import BuiltInSurrogate, built_in_surrogate
 
 __all__ = ["fuse_neurons", "unfuse_neurons"]
 
+# Where the kernels or their references run.
+_DEVICES = ("cpu", "cuda", "meta")
 _NODES = "spikingjelly.activation_based.neuron"
 # The class of a fused neuron by the class it replaces, and by whether it makes bits.
 _CLASSES: dict[tuple[Any, bool], Any] = {}
@@ -36,7 +42,9 @@ _CLASSES: dict[tuple[Any, bool], Any] = {}
 def fuse_neurons(model: nn.Module, *, emit_bits: bool = False) -> int:
     """Let SpikingJelly's IF and LIF neurons in ``model`` run by one kernel for all time steps.
 
-    Call it before ``checkpoint_module`` or ``optimize_memory``. Subclasses of the two nodes are left alone.
+    Call it before ``checkpoint_module`` or ``optimize_memory``. Subclasses of the two nodes are left alone. Gradients
+    of a fused neuron can be taken once: where a loss holds gradients itself (double backward), leave its neurons as
+    they are. Under ``vmap`` and the other transforms of ``torch.func`` a fused neuron runs as before.
 
     Args:
         model: any module; it is changed in place.
@@ -152,16 +160,24 @@ def _remake(make: Callable[..., nn.Module], args: tuple[Any, ...], emit_bits: bo
 
 def _fusable(node: Any, x_seq: object, args: Any, kwargs: Any) -> BuiltInSurrogate | None:
     """The surrogate, where the equations of this call are ours."""
-    if args or kwargs or not isinstance(x_seq, Tensor) or x_seq.dtype != torch.float32 or len(x_seq) == 0:
+    if args or kwargs or not isinstance(x_seq, Tensor) or x_seq.dtype != torch.float32:
+        return None
+    if x_seq.dim() == 0 or len(x_seq) == 0 or x_seq.layout != torch.strided or x_seq.device.type not in _DEVICES:
+        return None
+    if transforms_are_active() or forward_ad._current_level >= 0:
         return None
     if node.store_v_seq or getattr(node, "_neuron_precision", None) is not None:
         return None
     if getattr(node, "backend", "torch") != "torch" or set(node._memories) != {"v"}:
         return None
     v = node._memories["v"]
-    if not (isinstance(v, float) or (isinstance(v, Tensor) and v.is_floating_point())):
+    if isinstance(v, Tensor):
+        if not v.is_floating_point() or v.device != x_seq.device:
+            return None
+    elif not isinstance(v, float) or not abs(v) <= torch.finfo(torch.float32).max:
         return None
-    if not getattr(node.surrogate_function, "spiking", True):
+    try:
+        check_neuron(LIF if hasattr(node, "tau") else IF, getattr(node, "tau", 2.0), node.v_threshold, node.v_reset)
+        return built_in_surrogate(node.surrogate_function)
+    except (TypeError, ValueError):
         return None
-    surrogate = as_surrogate(node.surrogate_function)
-    return surrogate if isinstance(surrogate, BuiltInSurrogate) else None

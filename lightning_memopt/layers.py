@@ -14,6 +14,7 @@ those of one rank to all.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.functional.neuron import if_linear, lif_linear
+from lightning_memopt.functional.neuron import check_neuron, if_linear, lif_linear
+from lightning_memopt.ops.neuron import IF, LIF, NEURON_DTYPES
 from lightning_memopt.surrogate import as_surrogate
 
 __all__ = ["IFLinear", "LIFLinear"]
@@ -45,6 +47,9 @@ class _SpikingLinear(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in NEURON_DTYPES:
+            raise TypeError(f"{type(self).__name__} takes a dtype of float32, float16 or bfloat16, got {dtype}.")
         if step_mode not in ("s", "m"):
             raise ValueError(f'step_mode must be "s" (one step) or "m" (all steps), got {step_mode!r}.')
         self.in_features = in_features
@@ -86,8 +91,11 @@ class _SpikingLinear(nn.Module):
             ``[T, ..., out_features]`` or ``[..., out_features]`` in the dtype of the weight, or of autocast.
 
         Raises:
+            TypeError: if ``x`` is no tensor, or has a dtype that neurons do not take.
             ValueError: if ``x`` does not fit the layer, or the potential left by the last call does not fit ``x``.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{type(self).__name__} takes a tensor, got {type(x).__name__}.")
         steps = self.step_mode == "m"
         if x.dim() < 2 + steps or x.shape[-1] != self.in_features:
             expected = "[T, ..., K]" if steps else "[..., K]"
@@ -101,8 +109,9 @@ class _SpikingLinear(nn.Module):
                 f"{type(self).__name__} holds the potential of a batch of shape {tuple(self.v.shape)}, but x is "
                 f"{tuple(x.shape)}. Call reset() before an independent batch."
             )
-        v = None if self.v is None else self.v.reshape(-1, self.in_features)
-        flat = x.reshape(x.shape[0], math.prod(shape[:-1]), shape[-1]) if steps else x.reshape(-1, shape[-1])
+        rows = math.prod(shape[:-1])
+        v = None if self.v is None else self.v.reshape(rows, self.in_features)
+        flat = x.reshape(x.shape[0], rows, shape[-1]) if steps else x.reshape(rows, shape[-1])
         y, v_final = self._project(flat, v, self.weight.t())
         # A view cannot be detached in place.
         self.v = v_final if v_final.shape == shape else v_final.view(shape)
@@ -119,14 +128,30 @@ class _SpikingLinear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.v is not None:
-            # Moves with the layer; its dtype stays.
-            self.v = fn(self.v).to(self.v.dtype)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            # The potential moves with the layer; its dtype and its values stay, so `fn` shows on a probe what it does.
+            with torch.inference_mode(False), torch.enable_grad():
+                probe = torch.empty(0, device=self.v.device, requires_grad=True)
+                moved = fn(probe)
+            # to_empty gives new memory, whose values do not come from the old ones: no potential is left.
+            keeps_values = moved is probe or moved.grad_fn is not None
+            self.v = self.v.to(moved.device) if keeps_values else None
+        return self
+
+    def _state_without_graph(self) -> dict[str, Any]:
+        """The attributes, as deepcopy and pickle take them: they refuse tensors with a graph."""
+        return {**self.__dict__, "v": None if self.v is None else self.v.detach()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # deepcopy and pickle refuse tensors with a graph.
-        return {**self.__dict__, "v": None if self.v is None else self.v.detach()}
+        return self._state_without_graph()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # By itself deepcopy asks __getstate__, which torch's parametrizations replace by one that refuses.
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self._state_without_graph(), memo)
+        return copied
 
 
 class IFLinear(_SpikingLinear):
@@ -168,6 +193,7 @@ class IFLinear(_SpikingLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_neuron(IF, 2.0, v_threshold, v_reset, surrogate_function)
         neuron = v_threshold, v_reset, detach_reset, surrogate_function, step_mode
         super().__init__(in_features, out_features, bias, *neuron, device, dtype)
 
@@ -224,6 +250,7 @@ class LIFLinear(_SpikingLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_neuron(LIF, tau, v_threshold, v_reset, surrogate_function)
         neuron = v_threshold, v_reset, detach_reset, surrogate_function, step_mode
         super().__init__(in_features, out_features, bias, *neuron, device, dtype)
         self.tau = tau

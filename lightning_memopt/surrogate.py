@@ -92,7 +92,28 @@ class _Step(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return grad * ctx.surrogate.derivative(x), None
+        derivative = ctx.surrogate.derivative(x)
+        check_derivative(derivative, x)
+        return grad * derivative, None
+
+
+def check_derivative(derivative: object, x: Tensor) -> None:
+    """Raise unless ``derivative``, from a surrogate at ``x``, has one number for each of ``x``."""
+    if not isinstance(derivative, Tensor):
+        raise TypeError(
+            f"The derivative of a surrogate must be a tensor of the shape of its argument, {tuple(x.shape)}, but "
+            f"derivative() returned {derivative!r}."
+        )
+    if derivative.shape != x.shape:
+        raise ValueError(
+            f"The derivative of a surrogate must have the shape of its argument, {tuple(x.shape)}, but derivative() "
+            f"returned {tuple(derivative.shape)}. Compute it element by element."
+        )
+    if derivative.device != x.device:
+        raise ValueError(
+            f"The derivative of a surrogate must be on the device of its argument, {x.device}, but derivative() "
+            f"returned a tensor on {derivative.device}."
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,13 @@ class BuiltInSurrogate(Surrogate):
         if not 0 < alpha < math.inf:
             raise ValueError(f"{type(self).__name__}: alpha must be finite and above 0, got {alpha}.")
         object.__setattr__(self, "alpha", float(alpha))
+        # The kernels take the constants of the formula as float32.
+        formula = self.kernel_formula
+        largest = max(formula.scale, formula.shift, formula.factor, formula.offset, formula.outer)
+        if largest > torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"{type(self).__name__}: with alpha = {alpha} its derivative has constants beyond the range of float32."
+            )
 
     @property
     @abstractmethod
@@ -319,8 +347,24 @@ class _ForeignSurrogate(Surrogate):
         return repr(self.function)
 
 
-# Functions seen to be step functions.
+# Functions seen to be step functions with a gradient.
 _STEPS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def built_in_surrogate(function: object) -> BuiltInSurrogate | None:
+    """Ours for ``function`` if it is one of the seven built-in ones, or one of SpikingJelly's that has its equation.
+
+    Raises:
+        ValueError: if its width makes no surrogate.
+    """
+    if isinstance(function, BuiltInSurrogate):
+        return function
+    kind = type(function)
+    if kind.__module__.startswith("spikingjelly.") and kind.__name__ in _BY_NAME:
+        alpha = getattr(function, "alpha", None)
+        if isinstance(alpha, (int, float)) and getattr(function, "spiking", True):
+            return _BY_NAME[kind.__name__](alpha)
+    return None
 
 
 def as_surrogate(function: object) -> Surrogate:
@@ -335,7 +379,7 @@ def as_surrogate(function: object) -> Surrogate:
 
     Raises:
         TypeError: if ``function`` is not callable.
-        ValueError: if it is no step function, 1 from 0 on.
+        ValueError: if it is no step function, 1 from 0 on, or has no gradient.
 
     Example:
         >>> as_surrogate(None), as_surrogate(ATan(3.0))
@@ -351,24 +395,46 @@ def as_surrogate(function: object) -> Surrogate:
         raise ValueError(
             f"{function!r} is set to return its smooth primitive instead of spikes (spiking=False). Set spiking=True."
         )
-    kind = type(function)
-    if kind.__module__.startswith("spikingjelly.") and kind.__name__ in _BY_NAME:
-        alpha = getattr(function, "alpha", None)
-        if isinstance(alpha, (int, float)):
-            return _BY_NAME[kind.__name__](alpha)
+    built_in = built_in_surrogate(function)
+    if built_in is not None:
+        return built_in
     _check_step(function)
     return _ForeignSurrogate(function)
 
 
 def _check_step(function: Callable[[Tensor], Tensor]) -> None:
-    if function in _STEPS:
-        return
-    with torch.no_grad():
-        spikes = function(torch.tensor([-1.0, 0.0, 1.0]))
-    if not isinstance(spikes, Tensor) or spikes.tolist() != [0.0, 1.0, 1.0]:
-        raise ValueError(
-            f"surrogate_function must be a step function, 1 from 0 on, but {function!r} maps -1, 0, 1 to {spikes}. "
-            "To use its derivative only, define it as a subclass of lightning_memopt.surrogate.Surrogate."
-        )
-    with contextlib.suppress(TypeError):  # what cannot be remembered is checked again
+    with contextlib.suppress(TypeError):  # without a hash, or without weak references: it is checked at each call
+        if function in _STEPS:
+            return
+    # Where its own tensors are; else on the CPU, whatever torch's default device.
+    tensors = [*function.parameters(), *function.buffers()] if isinstance(function, torch.nn.Module) else []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "meta":
+        return  # it has no values to look at
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        x = torch.tensor([-1.0, 0.0, 1.0], device=device, requires_grad=True)
+        try:
+            spikes = function(x)
+        except RuntimeError as error:
+            if "device" in str(error) or "Inference tensors" in str(error):
+                return  # it holds tensors on a device that nobody can know before it is called, or made in inference
+            raise
+        if isinstance(spikes, Tensor) and spikes.device.type == "meta":
+            return
+        if not isinstance(spikes, Tensor) or spikes.tolist() != [0.0, 1.0, 1.0]:
+            raise ValueError(
+                f"surrogate_function must be a step function, 1 from 0 on, but {function!r} maps -1, 0, 1 to "
+                f"{spikes.detach() if isinstance(spikes, Tensor) else spikes}. To use its derivative only, define it "
+                "as a subclass of lightning_memopt.surrogate.Surrogate."
+            )
+        gradient = None
+        if spikes.requires_grad:
+            (gradient,) = torch.autograd.grad(spikes.sum(), x, allow_unused=True)
+        if gradient is None:
+            raise ValueError(
+                f"surrogate_function must have a gradient with respect to its argument, but autograd finds none in "
+                f"{function!r}. Give it one, as a torch.autograd.Function or as a subclass of "
+                "lightning_memopt.surrogate.Surrogate."
+            )
+    with contextlib.suppress(TypeError):
         _STEPS.add(function)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_memopt import functional
 from lightning_memopt.checkpointing import (
@@ -243,6 +244,38 @@ def test_other_dtypes_are_packed_by_the_reference(kernels: Kernels) -> None:
         assert kernels.launches == []
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_single_byte_may_have_any_stride(kernels: Kernels, bits: int, step: int) -> None:
+    stream = torch.tensor([5, 9, 7, 6], dtype=torch.uint8, device=kernels.device)
+    byte = stream[::step][:1]
+    assert byte.stride() == (step,)
+    for dtype in (torch.float32, torch.float64):  # by the kernel, by the reference
+        assert torch.equal(bit_unpack(byte, 8 // bits, dtype, bits), bit_unpack(stream[:1], 8 // bits, dtype, bits))
+    one = torch.ones(step, device=kernels.device)[::step]
+    assert bit_pack(one, bits)[0].tolist() == [1]
+    assert bit_pack_rows(one.view(1, 1).t())[0].tolist() == [[1]]
+    column = stream.view(1, 4).t()[:1]
+    assert bit_unpack_rows(column, 5, torch.float64).tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0]]
+    assert functional.bit_spike_decompress(byte, (2, 4)).tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_the_largest_count_is_compared_in_every_dtype_of_integers(
+    kernels: Kernels, dtype: torch.dtype, bits: int
+) -> None:
+    largest = 1 if dtype is torch.bool else min(2**bits - 1, torch.iinfo(dtype).max)
+    counts = torch.tensor([0, 1, largest, 0, largest], device=kernels.device).to(dtype)
+    packed, fits, _ = bit_pack(counts, bits)
+    assert fits.item()
+    assert torch.equal(bit_unpack(packed, 5, dtype, bits), counts)
+    if dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        _, fits, odd = bit_pack(torch.where(counts == 1, -1, counts), bits)
+        assert not fits.item()
+        assert odd.item() == -1
+
+
 def test_memory_around_the_results_is_left_alone(kernels: Kernels) -> None:
     # The operations allocate their results, so the launch itself is looked at: outputs inside a larger tensor.
     import numpy as np
@@ -332,6 +365,32 @@ def test_public_functions_compile_into_one_graph(kernels: Kernels) -> None:
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_one_graph_serves_batches_of_any_size(kernels: Kernels, marked: bool) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def round_trip(spikes: Tensor) -> tuple[Tensor, Tensor]:
+        packed = functional.bit_spike_compress(spikes)
+        rows = functional.bit_pack_spike_dense(spikes)
+        back = bit_unpack_rows(rows, spikes.shape[1], spikes.dtype)
+        return functional.bit_spike_decompress(packed, spikes.shape, spikes.dtype), back
+
+    compiled = torch.compile(round_trip, fullgraph=True, backend=graphs, dynamic=None if marked else True)
+    for size in range(3, 16):
+        spikes = random_counts(size * (size + 7), torch.float32, kernels.device, size).view(size, size + 7)
+        if marked:
+            torch._dynamo.mark_dynamic(spikes, (0, 1))
+        for back in compiled(spikes):
+            assert torch.equal(back, spikes)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
+def test_compiled_cuda_graphs_leave_out_what_reports_to_the_host() -> None:
+    assert torch.Tag.cudagraph_unsafe in torch.ops.lightning_memopt.pack_binary.default.tags
+
+
 @given(shape=st.lists(st.integers(0, 5), max_size=4), seed=seeds)
 @settings(max_examples=20)
 def test_any_shape_survives_compression(kernels: Kernels, shape: list[int], seed: int) -> None:
@@ -366,6 +425,41 @@ WRONG: dict[str, Any] = {
     "shape": (lambda d: functional.bit_spike_decompress(torch.ones(1, device=d, dtype=torch.uint8), (-1,)), "-1"),
     "complex rows": (lambda d: pack_binary(torch.ones(4, device=d, dtype=torch.cfloat), "x", by_row=True), "complex"),
 }
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "a list": (lambda d: functional.bit_spike_compress([1.0]), "spikes as a tensor, got list"),
+    "rows in a list": (lambda d: functional.bit_pack_spike_dense([1.0]), "spikes as a tensor, got list"),
+    "sparse": (
+        lambda d: functional.bit_spike_compress(torch.eye(8, device=d).to_sparse()),
+        r"sparse_coo.*to_dense\(\)",
+    ),
+    "sparse rows": (lambda d: functional.bit_pack_spike_dense(torch.eye(8, device=d).to_sparse_csr()), "sparse_csr"),
+    "quantized": (
+        lambda d: functional.bit_spike_compress(
+            torch.quantize_per_tensor(torch.eye(8, device=d), 1.0, 0, torch.quint8)
+        ),
+        r"quantized torch.quint8.*dequantize\(\)",
+    ),
+    "nested": (lambda d: functional.bit_spike_compress(torch.nested.nested_tensor([torch.eye(8, device=d)])), "nested"),
+    "bytes in a list": (lambda d: functional.bit_spike_decompress([1], (8,)), "packed as a tensor, got list"),
+    "a number as shape": (lambda d: functional.bit_spike_decompress(byte(d), 3), "shape.*got 3"),
+    "a fraction in a shape": (lambda d: functional.bit_spike_decompress(byte(d), (2.0, 4)), r"shape.*\(2.0, 4\)"),
+    "a word as dtype": (lambda d: functional.bit_spike_decompress(byte(d), (8,), "float"), "dtype, got 'float'"),
+}
+
+
+def byte(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that nested, sparse CSR and quantized tensors may change
+@pytest.mark.parametrize("which", WRONG_TYPES)
+def test_other_types_are_refused_by_name(kernels: Kernels, which: str) -> None:
+    call, message = WRONG_TYPES[which]
+    with pytest.raises(TypeError, match=message):
+        call(kernels.device)
+    assert kernels.launches == []
 
 
 @pytest.mark.parametrize("which", WRONG)

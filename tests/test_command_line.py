@@ -29,7 +29,8 @@ def test_a_plan_for_a_configuration_is_printed_written_and_applied(tmp_path: Pat
     how = ["--model", "model.ByteGPT", "--data", "data.StandardLibraryText", "--cli", "cli.TextCLI"]
     done = run("plan", "--config", "config.yaml", *how, "--budget", "60MiB", "--output", str(file), folder=EXAMPLE)
     assert done.returncode == 0, done.stderr
-    assert "Memory plan within 60.0 MiB" in done.stdout
+    assert "of the budget of 60.0 MiB" in done.stdout
+    assert "Warning" not in done.stderr
     plan = Plan.load(file)
     assert plan.memory_budget == 60 * 2**20
     assert plan.treated

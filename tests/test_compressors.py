@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memopt.checkpointing import (
     BitSpikeCompressor,
     BooleanSpikeCompressor,
+    IntegerSpikeCompressor,
     NonBinarySpikeError,
     SparseSpikeCompressor,
     SpikeCompressor,
@@ -139,6 +141,49 @@ def test_compressing_directly_what_does_not_fit_raises_with_value_and_remedy(com
 def test_dtypes_and_layouts_that_cannot_be_stored_are_refused_by_name(tensor: Tensor) -> None:
     with pytest.raises(TypeError, match="stores dense tensors of a real dtype"):
         BitSpikeCompressor().compress(tensor)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that nested and sparse CSR tensors may change
+def test_what_is_no_dense_tensor_is_refused_by_name() -> None:
+    for wrong in (
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.eye(3)]),
+        torch.nested.nested_tensor([torch.eye(3)], layout=torch.jagged),
+        torch.eye(3).to_mkldnn(),
+        torch.quantize_per_tensor(torch.eye(3), 1.0, 0, torch.quint8),
+    ):
+        for compressor in ALL:
+            with pytest.raises(TypeError, match="stores dense tensors of a real dtype"):
+                compressor.compress(wrong)
+    with pytest.raises(TypeError, match="stores tensors, got list"):
+        BitSpikeCompressor().compress([1.0])
+
+
+@pytest.mark.parametrize("compressor", [Uint8SpikeCompressor(), *map(IntegerSpikeCompressor, (2, 4, 8))], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.int64], ids=str)
+def test_counts_of_short_integers_fit(compressor: SpikeCompressor, dtype: torch.dtype) -> None:
+    largest = min(127, 2**compressor.bits - 1)
+    counts = torch.tensor([0, 1, 2, 3, largest], dtype=dtype)
+    assert torch.equal(compressor.decompress(compressor.compress(counts)), counts)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: IntegerSpikeCompressor(bits=2.0), TypeError, r"bits as an integer, got 2\.0"),
+        (lambda: IntegerSpikeCompressor(bits="4"), TypeError, "got '4'"),
+        (lambda: IntegerSpikeCompressor(bits=True), TypeError, "got True"),
+        (lambda: IntegerSpikeCompressor(bits=3), ValueError, "got 3"),
+        (lambda: SparseSpikeCompressor(max_density="few"), TypeError, "max_density as a number, got 'few'"),
+        (lambda: SparseSpikeCompressor(max_density=True), TypeError, "got True"),
+        (lambda: SparseSpikeCompressor(max_density=float("nan")), ValueError, "got nan"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(
+    make: Callable[[], SpikeCompressor], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_overlapping_memory_is_not_accepted() -> None:

@@ -250,6 +250,90 @@ def test_calls_that_the_kernels_do_not_serve_run_as_before(name: str, monkeypatc
         assert torch.equal(plain.v_seq, fused.v_seq)
 
 
+class Strict(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).float() + 0 * x
+
+
+class UnhashableSurrogate:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return surrogate.ATan()(x)
+
+
+# Constants and surrogates that SpikingJelly takes and our kernels do not.
+FOREIGN: dict[str, dict[str, Any]] = {
+    "integrator": {"v_threshold": float("inf")},
+    "threshold a tensor": {"v_threshold": torch.tensor(0.7)},
+    "reset infinite": {"v_reset": float("-inf")},
+    "reset a tensor": {"v_reset": torch.tensor(0.1)},
+    "no leak": {"tau": float("inf")},
+    "tau 1": {"tau": 1.0},
+    "tau a tensor": {"tau": torch.tensor(2.0)},
+    "strict step": {"surrogate_function": Strict()},
+    "scaled step": {"surrogate_function": lambda x: 2 * surrogate.ATan()(x)},
+    "without hash": {"surrogate_function": UnhashableSurrogate()},
+    "negative width": {"surrogate_function": surrogate.Sigmoid(alpha=-1.0)},
+    "no width": {"surrogate_function": surrogate.ATan(alpha=0.0)},
+}
+
+
+@pytest.mark.parametrize("name", list(FOREIGN))
+def test_neurons_that_the_kernels_do_not_serve_run_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memopt.fused_neurons.lif_spike", None)
+
+    def train(fuse: bool) -> tuple[Tensor, ...]:
+        constants = dict(FOREIGN[name])
+        node = neuron.LIFNode(step_mode="m", surrogate_function=constants.pop("surrogate_function", surrogate.ATan()))
+        for constant, value in constants.items():
+            setattr(node, constant, value)
+        assert fuse_neurons(node) == 1 if fuse else True
+        x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        spikes = node(x)
+        (grad,) = torch.autograd.grad(spikes.sum() + node.v.sum(), x)
+        return spikes, node.v, grad
+
+    for fused, plain in zip(train(True), train(False), strict=True):
+        assert torch.equal(fused.nan_to_num(7e7), plain.nan_to_num(7e7))
+
+
+def test_an_input_without_dimensions_is_refused_as_before() -> None:
+    node = neuron.IFNode(step_mode="m")
+    fuse_neurons(node)
+    with pytest.raises(IndexError):
+        node(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("make", [neuron.IFNode, neuron.LIFNode])
+def test_a_fused_node_trains_after_a_call_in_inference_mode(make: Any) -> None:
+    def train(fuse: bool) -> tuple[Tensor, ...]:
+        node = make(step_mode="m")
+        assert fuse_neurons(node) == 1 if fuse else True
+        x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.inference_mode():
+            node(x)
+        return torch.autograd.grad(node(x).sum(), x)
+
+    assert torch.equal(train(True)[0], train(False)[0])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+def test_under_transforms_of_functions_a_fused_node_runs_as_before() -> None:
+    plain, fused = (neuron.LIFNode(step_mode="m") for _ in range(2))
+    fuse_neurons(fused)
+    x = torch.randn(5, 4, 2, 3) * 2
+
+    def spikes(node: Any) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            node.reset()
+            return node(x)
+
+        return torch.func.vmap(forward)(x)
+
+    assert torch.equal(spikes(fused), spikes(plain))
+
+
 def test_a_batch_of_another_size_starts_anew_as_in_the_plain_node() -> None:
     plain, fused = (neuron.IFNode(step_mode="m", v_reset=0.1) for _ in range(2))
     fuse_neurons(fused)

@@ -215,7 +215,9 @@ def test_the_plan_says_why_and_survives_its_file(planned: list[Planned], tmp_pat
     plan = planned[2].plan
     assert any("than the budget" in region.reason for region in plan.treated)
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
-    assert "within" in str(plan.table().title)
+    assert "% of the budget of" in str(plan.table().title)
+    assert "% of the budget of" in str(plan)
+    assert "does not fit" not in str(plan)
     other = network()
     optimize_memory(other, plan=plan)
     assert applied_plan(other).digest() == plan.digest()
@@ -239,10 +241,10 @@ def test_wrong_arguments_are_refused_in_words(options: dict[str, Any], error: ty
     assert applied_plan(model) is None
 
 
-def test_settings_of_levels_have_no_effect_and_it_says_so() -> None:
-    model = network()
-    with pytest.warns(UserWarning, match="level has no effect with memory_budget"):
-        optimize_memory(model, example_forward=loss, memory_budget="1GiB", level=3)
+@pytest.mark.parametrize("options", [{"level": 3}, {"checkpoint_budget": "speed"}, {"split_fn": list}], ids=str)
+def test_there_is_one_way_to_plan_at_a_time(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"has no use for {next(iter(options))}"):
+        optimize_memory(network(), example_forward=loss, memory_budget="1GiB", **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

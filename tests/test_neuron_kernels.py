@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
 from lightning_memopt.checkpointing.compressors import SpikePayload
-from lightning_memopt.functional.neuron import if_spike, lif_spike
+from lightning_memopt.functional.neuron import if_linear, if_spike, lif_linear, lif_spike
 from lightning_memopt.ops import neuron as neuron_ops
 from lightning_memopt.ops.launch import Kernel, launch, use_backend
 from lightning_memopt.ops.neuron import IF, LIF, LIF_DECAYED_INPUT, Neuron, backward_by_torch
@@ -451,6 +452,34 @@ def test_any_layout_gives_the_same_spikes_where_they_belong(kernels: Kernels, na
         assert torch.equal(grad, other)
 
 
+def without_steps(device: torch.device) -> dict[str, Tensor]:
+    """Tensors without elements, which torch calls contiguous, in strides that overlap or leave gaps."""
+    return {
+        "expanded": torch.randn(3, 1, 8, device=device).expand(3, 40, 8)[:0],
+        "gaps": torch.randn(3, 40, 17, device=device)[:0, :, ::2][..., :8],
+        "time inside": torch.empty(8, 40, 0, device=device).permute(2, 1, 0),
+        "time outside": torch.empty(0, 8, 40, device=device).transpose(1, 2),
+    }
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", list(without_steps(torch.device("cpu"))))
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_potential_is_dense_after_no_step_as_well(kernels: Kernels, name: str, starts: bool) -> None:
+    x = without_steps(kernels.device)[name].requires_grad_()
+    v = draw(40, 8, seed=0, device=kernels.device).requires_grad_() if starts else None
+    spikes, v_final = if_spike(x, v, v_reset=0.5)
+    assert spikes.shape == x.shape
+    assert v_final.untyped_storage().nbytes() == v_final.nbytes
+    assert torch.equal(v_final, torch.full_like(v_final, 0.5) if v is None else v)
+    if v is not None:
+        weights = draw(40, 8, seed=1, device=kernels.device)
+        (grad,) = torch.autograd.grad((v_final * weights).sum(), v)
+        assert torch.equal(grad, weights)
+    if name == "time outside":
+        assert v_final.stride() == x.stride()[1:]
+
+
 def test_spikes_and_bits_are_made_in_one_pass(kernels: Kernels) -> None:
     kernels.launches.clear()
     spikes, _, bits = if_spike(draw(4, 2, 3, 4, seed=0, device=kernels.device), return_bits=True)
@@ -520,6 +549,81 @@ def test_it_compiles_as_one_graph_forward_and_backward(kernels: Kernels, dynamic
             assert torch.equal(grad, other)
 
 
+def test_one_graph_serves_all_batch_sizes(kernels: Kernels) -> None:
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: lif_spike(x, tau=3.3, return_bits=True), fullgraph=True, backend=graphs, dynamic=True
+    )
+    for batch in range(3, 9):
+        x = draw(4, batch, 16, seed=batch, device=kernels.device)
+        for result, expected in zip(step(x), lif_spike(x, tau=3.3, return_bits=True), strict=True):
+            assert torch.equal(result, expected)
+    assert graphs.frame_count == 1
+
+
+class Misshapen(Surrogate):
+    def __init__(self, result: Callable[[Tensor], object]) -> None:
+        self.result = result
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return self.result(x)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (lambda x: x[:1], ValueError, r"shape of its argument, \(8,\), but derivative\(\) returned \(1,\)"),
+        (lambda x: x.sum(), ValueError, r"returned \(\)"),
+        (lambda x: x.to("meta"), ValueError, "returned a tensor on meta"),
+        (lambda x: None, TypeError, "returned None"),
+    ],
+    ids=["short", "one number", "elsewhere", "none"],
+)
+def test_a_derivative_that_does_not_fit_is_named(
+    kernels: Kernels, result: Callable[[Tensor], object], error: type[Exception], message: str
+) -> None:
+    spikes, _ = if_spike(
+        draw(4, 8, seed=0, device=kernels.device).requires_grad_(), surrogate_function=Misshapen(result)
+    )
+    with pytest.raises(error, match=message):
+        spikes.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.vmap(f)(x.unsqueeze(0)),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    ],
+    ids=["grad", "vmap", "jvp"],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: if_spike(x)[0],
+        lambda x: lif_spike(x)[0],
+        lambda x: if_linear(x, None, x.new_ones(8, 2))[0],
+        lambda x: lif_linear(x, None, x.new_ones(8, 2))[0],
+    ],
+    ids=["if_spike", "lif_spike", "if_linear", "lif_linear"],
+)
+def test_transforms_of_functions_are_refused_in_words(kernels: Kernels, transform: Any, call: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"within a torch\.func transform .* Use eager autograd"):
+        transform(call, draw(4, 8, seed=0, device=kernels.device))
+    assert not kernels.launches
+
+
+def test_a_potential_left_by_inference_mode_can_be_trained_from(kernels: Kernels) -> None:
+    x = draw(4, 8, seed=0, device=kernels.device)
+    with torch.inference_mode():
+        _, v = if_spike(x)
+    result = gradients(lambda x, _: if_spike(x, v), x, x[0], x, None)[0]
+    expected = gradients(lambda x, _: if_spike(x, v.clone()), x, x[0], x, None)[0]
+    assert torch.equal(result, expected)
+
+
 def wrong_inputs() -> dict[str, tuple[Callable[[Tensor], object], type[Exception], str]]:
     return {
         "dtype": (
@@ -528,7 +632,14 @@ def wrong_inputs() -> dict[str, tuple[Callable[[Tensor], object], type[Exception
             r"float32, float16 or bfloat16, got torch.float64 of shape",
         ),
         "no dimension": (lambda x: if_spike(x[0, 0]), ValueError, r"shape \[T, ...\]"),
-        "no tensor": (lambda x: if_spike([1.0]), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
+        "no tensor": (lambda x: if_spike([1.0]), TypeError, "if_spike takes x as a tensor, got list"),  # type: ignore[arg-type]
+        "sparse": (lambda x: lif_spike(x.to_sparse()), TypeError, "lif_spike takes dense x, got torch.sparse_coo"),
+        "sparse v": (lambda x: if_spike(x, x[0].to_sparse()), TypeError, "if_spike takes dense v"),
+        "sparse weight": (
+            lambda x: lif_linear(x, None, x.new_ones(8, 2).to_sparse()),
+            TypeError,
+            "lif_linear takes dense weight_t",
+        ),
         "shape of v": (
             lambda x: if_spike(x, x[0, :3]),
             ValueError,
@@ -539,7 +650,15 @@ def wrong_inputs() -> dict[str, tuple[Callable[[Tensor], object], type[Exception
         "kind of v": (lambda x: if_spike(x, "0"), TypeError, "v must be a tensor, a number or None"),  # type: ignore[arg-type]
         "tau": (lambda x: lif_spike(x, tau=1.0), ValueError, r"tau must be finite and above 1 .* got 1.0"),
         "tau nan": (lambda x: lif_spike(x, tau=math.nan), ValueError, "tau must be finite"),
-        "threshold": (lambda x: if_spike(x, v_threshold=math.inf), ValueError, "v_threshold must be finite, got inf"),
+        "tau beyond float32": (lambda x: lif_spike(x, tau=1e39), ValueError, "in float32, got 1e[+]39"),
+        "threshold": (
+            lambda x: if_spike(x, v_threshold=math.inf),
+            ValueError,
+            "v_threshold must be finite in float32, got inf",
+        ),
+        "threshold beyond float32": (lambda x: if_spike(x, v_threshold=-(10**400)), ValueError, "finite in float32"),
+        "reset beyond float32": (lambda x: if_spike(x, v_reset=1e300), ValueError, "v_reset must be finite in float32"),
+        "v beyond float32": (lambda x: if_spike(x, 1e300), ValueError, "v must be within the range of float32"),
         "reset": (lambda x: if_spike(x, v_reset=math.nan), ValueError, "v_reset must be finite"),
         "no number": (lambda x: if_spike(x, v_threshold=None), TypeError, "v_threshold must be a number"),  # type: ignore[arg-type]
         "surrogate": (lambda x: if_spike(x, surrogate_function=3), TypeError, "surrogate_function must be"),

@@ -196,6 +196,76 @@ def test_under_autocast_the_product_runs_in_its_dtype(kernels: Kernels) -> None:
     assert layer.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("surrogate", [None, Rectangle()], ids=["built-in", "of one's own"])
+def test_backward_within_autocast_is_backward_outside(
+    kernels: Kernels, dtype: torch.dtype, surrogate: Surrogate | None
+) -> None:
+    """The forward pass ran outside, in an island of float32 for example."""
+    x = draw(4, 3, 16, seed=0, device=kernels.device, dtype=dtype)
+    layer = LIFLinear(16, 5, surrogate_function=surrogate, device=kernels.device)
+    grads = []
+    for enabled in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        with torch.autocast(kernels.device.type, dtype=torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()]))
+        layer.reset()
+    for one, other in zip(*grads, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_steps_under_autocast_keep_the_weight_and_no_copies_of_it(kernels: Kernels) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    layer = LIFLinear(16, 5, step_mode="s", device=kernels.device)
+    x = draw(8, 3, 16, seed=0, device=kernels.device).requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast(kernels.device.type, dtype=torch.bfloat16),
+    ):
+        outputs = [layer(step) for step in x]
+    weights = [tensor for tensor in kept.values() if tensor.numel() == layer.weight.numel()]
+    assert [tensor.data_ptr() for tensor in weights] == [layer.weight.data_ptr()]
+    torch.stack(outputs).float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layer_class", [IFLinear, LIFLinear])
+def test_shapes_can_be_asked_for_without_memory(layer_class: type[IFLinear | LIFLinear]) -> None:
+    layer = layer_class(16, 5, device="meta")
+    y = layer(torch.empty(4, 2, 16, device="meta", requires_grad=True))
+    assert (y.device.type, y.shape) == ("meta", (4, 2, 5))
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.shape == (5, 16)
+
+
+@pytest.mark.parametrize("inputs", [0, 8])
+@pytest.mark.parametrize("outputs", [0, 5])
+@pytest.mark.parametrize("step_mode", ["s", "m"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_may_have_no_inputs_or_outputs(kernels: Kernels, inputs: int, outputs: int, step_mode: Any) -> None:
+    layer = LIFLinear(inputs, outputs, step_mode=step_mode, device=kernels.device)
+    linear = nn.Linear(inputs, outputs, device=kernels.device)
+    linear.load_state_dict(layer.state_dict())
+    x = draw(4, 3, inputs, seed=0, device=kernels.device).requires_grad_()
+    for _ in range(2):  # the second call carries a potential
+        y = layer(x)
+        assert y.shape == (4, 3, outputs)
+    if inputs == 0:
+        assert torch.equal(y, linear(x))
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.shape == (outputs, inputs)
+
+
 @pytest.mark.parametrize("needs", ["x", "v", "weight_t", "bias"])
 def test_only_the_gradients_asked_for_are_made(kernels: Kernels, needs: str) -> None:
     leaves = {
@@ -314,7 +384,11 @@ def wrong_inputs() -> dict[str, tuple[Callable[[Tensor, Tensor], object], type[E
         ),
         "dtype of weight": (lambda x, w: if_linear(x, None, w.double()), TypeError, "weight_t must be float32"),
         "device of weight": (lambda x, w: if_linear(x, None, w.to("meta")), ValueError, "weight_t must be on .*meta"),
-        "no weight": (lambda x, w: if_linear(x, None, None), TypeError, "weight_t must be a tensor"),  # type: ignore[arg-type]
+        "no weight": (
+            lambda x, w: if_linear(x, None, None),
+            TypeError,
+            "if_linear takes weight_t as a tensor, got NoneType",
+        ),  # type: ignore[arg-type]
         "shape of bias": (lambda x, w: if_linear(x, None, w, w[:, 0]), ValueError, r"bias must have shape \[4\]"),
         "dtype of bias": (lambda x, w: if_linear(x, None, w, w[0].half()), ValueError, "got .* of torch.float16"),
         "tau": (lambda x, w: lif_linear(x, None, w, tau=0.5), ValueError, "tau must be finite and above 1"),
@@ -407,13 +481,77 @@ def test_the_potential_moves_with_the_layer_and_stays_float32(layer_class: type[
     layer = layer_class(6, 4)
     x = torch.rand(3, 2, 6)
     layer(x)
-    layer.bfloat16()
+    layer.v = torch.tensor([[1e6, 1 / 3] * 3] * 2)  # not numbers of 16 bits
+    v = layer.v.clone()
+    for convert in (layer.half, layer.float, layer.bfloat16):
+        convert()
+        assert torch.equal(layer.v, v)
+        assert layer.v.dtype == torch.float32
     assert layer.weight.dtype == torch.bfloat16
-    assert layer.v is not None
-    assert layer.v.dtype == torch.float32
     assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert layer.v is not None
     layer.to("meta")
     assert layer.v.device.type == "meta"
+
+
+@each_layer
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_memory_without_values_leaves_no_potential(layer_class: type[IFLinear | LIFLinear], start: str) -> None:
+    model = nn.Sequential(layer_class(6, 4, device=start))
+    model(torch.rand(3, 2, 6, device=start))
+    assert model[0].v is not None
+    model.to_empty(device="cpu")
+    assert model[0].v is None
+
+
+@each_layer
+def test_a_parametrized_layer_can_be_copied_after_a_training_step(layer_class: type[IFLinear | LIFLinear]) -> None:
+    layer = nn.utils.parametrizations.weight_norm(layer_class(6, 4))
+    layer(torch.rand(3, 2, 6, requires_grad=True)).sum().backward()
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.v, layer.v)
+    assert not copied.v.requires_grad
+    x = torch.rand(3, 2, 6)
+    assert torch.equal(copied(x), layer(x))
+    assert copied.parametrizations.weight.original0 is not layer.parametrizations.weight.original0
+
+
+@each_layer
+def test_a_layer_trains_after_a_call_in_inference_mode(layer_class: type[IFLinear | LIFLinear]) -> None:
+    layer = layer_class(6, 4)
+    with torch.inference_mode():
+        layer(torch.rand(3, 2, 6))
+    layer(torch.rand(3, 2, 6, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@each_layer
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"v_threshold": math.inf}, ValueError, "v_threshold must be finite in float32, got inf"),
+        ({"v_reset": "0"}, TypeError, "v_reset must be a number, got '0'"),
+        ({"dtype": torch.float64}, TypeError, "takes a dtype of float32, float16 or bfloat16, got torch.float64"),
+        ({"surrogate_function": "sigmoid"}, TypeError, "surrogate_function must be"),
+    ],
+    ids=["threshold", "reset", "dtype", "surrogate"],
+)
+def test_what_makes_no_layer_is_refused_at_once(
+    layer_class: type[IFLinear | LIFLinear], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        layer_class(6, 4, **options)
+
+
+def test_a_time_constant_is_checked_at_once() -> None:
+    with pytest.raises(ValueError, match=r"tau must be finite and above 1 .* got 0.5"):
+        LIFLinear(6, 4, tau=0.5)
+
+
+@each_layer
+def test_what_is_no_tensor_is_named(layer_class: type[IFLinear | LIFLinear]) -> None:
+    with pytest.raises(TypeError, match=f"{layer_class.__name__} takes a tensor, got list"):
+        layer_class(6, 4)([[[0.0] * 6]])
 
 
 @each_layer

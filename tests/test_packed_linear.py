@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memopt.functional.packed import packed_spike_linear
@@ -596,8 +597,103 @@ def test_the_bare_operation_is_the_same_under_autocast_and_grad_mode(
     assert torch.equal(grad_weight.cpu(), (grad.cpu().double().t() @ spikes.double()).to(dtype))
 
 
+def test_no_product_of_an_operation_is_made_in_the_dtype_of_autocast(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled: list[bool] = []
+    unpack = implementation.bit_unpack
+
+    def record(*arguments: Any) -> Tensor:
+        enabled.append(torch.is_autocast_enabled(kernels.device.type))
+        return unpack(*arguments)
+
+    monkeypatch.setattr(implementation, "bit_unpack", record)
+    packed = pack(draw_spikes(9, 20, 0.5, seed=22), kernels.device)
+    weight = torch.randn(4, 20, device=kernels.device)
+    with torch.autocast(kernels.device.type, torch.bfloat16), forced("unpack", kernels):
+        packed_linear(packed, weight)
+        packed_linear_grad_weight(packed, torch.randn(9, 4, device=kernels.device), 20)
+        assert torch.is_autocast_enabled(kernels.device.type)
+    assert enabled == [False, False]
+
+
+def test_under_autocast_bits_are_all_that_is_kept(kernels: Kernels) -> None:
+    packed = pack(draw_spikes(9, 20, 0.5, seed=23), kernels.device)
+    weight = torch.randn(4, 20, device=kernels.device, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast(kernels.device.type, torch.bfloat16),
+    ):
+        packed_spike_linear(packed, weight)
+    assert [tensor.data_ptr() for tensor in kept] == [packed.data_ptr()]
+
+
+@pytest.mark.parametrize("path", ["fused 64x64", "unpack", "simt", "reference"])
+def test_a_single_packed_byte_may_have_any_strides(kernels: Kernels, path: str) -> None:
+    storage = torch.tensor([[5, 9, 7]], dtype=torch.uint8, device=kernels.device)
+    weight = torch.ones(2, 8, device=kernels.device, requires_grad=True)
+    with forced(path, kernels):
+        for packed in (storage.t()[:1, :1].as_strided((1, 1), (1, 3)), storage[:, ::2][:, :1], storage.t()[:1]):
+            out = packed_spike_linear(packed, weight)
+            assert out.tolist() == [[2.0, 2.0]]
+            (grad,) = torch.autograd.grad(out.sum(), weight)
+            assert grad.tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2
+
+
+def test_shapes_are_known_without_data() -> None:
+    packed, weight = torch.empty(4, 2, dtype=torch.uint8, device="meta"), torch.empty(5, 16, device="meta")
+    out = packed_spike_linear(packed, weight.requires_grad_())
+    assert (out.shape, out.device.type) == ((4, 5), "meta")
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (5, 16)
+
+
+def test_transforms_of_functions_are_refused_in_words(kernels: Kernels) -> None:
+    packed = pack(draw_spikes(9, 20, 0.5, seed=24), kernels.device)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*Use F\.linear"):
+        torch.func.grad(lambda weight: packed_spike_linear(packed, weight).sum())(
+            torch.randn(4, 20, device=kernels.device)
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # torch.compile and the registration
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_one_graph_serves_batches_of_any_size(kernels: Kernels, marked: bool) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(packed_spike_linear, fullgraph=True, backend=graphs, dynamic=None if marked else True)
+    for size in range(7, 20):  # unlike the other sizes: torch takes sizes that are equal at first for one
+        packed = pack(draw_spikes(size, 20, 0.5, seed=size), kernels.device)
+        if marked:
+            torch._dynamo.mark_dynamic(packed, 0)
+        weight = torch.randn(5, 20, device=kernels.device, requires_grad=True)
+        out, plain = compiled(packed, weight), packed_spike_linear(packed, weight)
+        torch.testing.assert_close(out, plain)
+        got, expected = (torch.autograd.grad(product.square().sum(), weight) for product in (out, plain))
+        torch.testing.assert_close(got, expected)
+    assert graphs.frame_count == 1
+
+
+def test_one_graph_serves_weights_of_any_size(kernels: Kernels) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(packed_linear_grad_weight, fullgraph=True, backend=graphs, dynamic=True)
+    for inputs in range(17, 40):
+        spikes = draw_spikes(6, inputs, 0.5, seed=inputs)
+        grad = torch.ones(6, 5, device=kernels.device)
+        out = compiled(pack(spikes, kernels.device), grad, inputs)
+        assert torch.equal(out.cpu(), spikes.sum(0).expand(5, inputs))
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("path", ["fused 64x64", "unpack", "simt", "reference"])
@@ -671,6 +767,22 @@ def test_a_product_that_does_not_fit_is_refused_in_words(
         fakes = [mode.from_tensor(x) for x in arguments]
         with mode, pytest.raises(ValueError, match=message):
             function(*fakes)
+
+
+WRONG_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "a list": (([1], torch.zeros(2, 20)), "packed as a tensor, got list"),
+    "no weight": ((PACKED, None), "weight as a tensor, got NoneType"),
+    "a number as bias": ((PACKED, torch.zeros(2, 20), 1.0), "bias as a tensor, got float"),
+    "sparse packed": ((PACKED.to_sparse(), torch.zeros(2, 20)), r"dense packed.*sparse_coo.*to_dense\(\)"),
+    "a sparse weight": ((PACKED, torch.zeros(2, 20).to_sparse()), "dense weight.*sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_other_types_are_refused_by_name(case: str) -> None:
+    arguments, message = WRONG_TYPES[case]
+    with pytest.raises(TypeError, match=message):
+        packed_spike_linear(*arguments)
 
 
 def test_packed_without_dimensions_is_refused(kernels: Kernels) -> None:

@@ -214,7 +214,7 @@ class TestSimulate:
         found = simulate(costs, Assignment((0, 0)))
         assert found.peak == Position("backward", "big", (0,))
         assert found.at_peak[:3] == (
-            Holder("parameters, buffers, optimizer state, batch", 1000),
+            Holder("what is alive throughout (weights, batch, all else that the process holds)", 1000),
             Holder("big", 500),
             Holder("big while its backward runs", 100),
         )
@@ -543,7 +543,7 @@ class TestAnswers:
         assert str(found.simulated.peak) == "the backward of block"
         assert found.simulated.at_peak[1] == Holder("block while its backward runs", 300)
         assert [reason.text for reason in why(step(region("block", *ways)), found)] == [
-            "keep would save 2 ms, but the end of the forward pass would take <0.001 MiB more than the least peak "
+            "keep would be 2 ms faster, but the end of the forward pass would take <0.001 MiB more than the least peak "
             "there is"
         ]
 
@@ -555,7 +555,7 @@ class TestAnswers:
         found = solve(costs, 1000 + 200 + 300 + 20)
         assert found.assignment == Assignment((1, 1))
         for reason in why(costs, found):
-            assert reason.text.startswith("keep would save 4 ms, but the end of the forward pass would take")
+            assert reason.text.startswith("keep would be 4 ms faster, but the end of the forward pass would take")
             assert reason.over_bytes == 100
 
     def test_of_the_plans_below_the_optimizer_step_the_fastest_is_taken(self) -> None:

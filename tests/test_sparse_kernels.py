@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memopt.checkpointing import NonBinarySpikeError, SparseSpikeCompressor, check_pending_fits
@@ -562,12 +563,50 @@ def test_strided_spikes_are_taken_as_they_read(kernels: Kernels) -> None:
         assert torch.equal(sparse_linear(spikes, weight, bias, strategy="sparse"), F.linear(spikes, weight, bias))
 
 
-def test_a_second_derivative_is_refused_by_name(kernels: Kernels) -> None:
-    tensors = inputs_of((5,), kernels.device)
-    out = sparse_linear(*tensors, strategy="sparse")
-    (grad,) = torch.autograd.grad(out.square().sum(), tensors[1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+def derivatives(function: Any, tensors: tuple[Tensor, ...], orders: int) -> list[Tensor]:
+    """Gradients of each order of a number that depends on all gradients of the order below."""
+    number = function(*tensors).pow(3).sum() / 64
+    found: list[Tensor] = []
+    for order in range(orders):
+        grads = torch.autograd.grad(number, tensors, create_graph=order < orders - 1)
+        found += grads
+        number = sum(grad.pow(2).sum() for grad in grads) / 64
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", ["packed", "sparse"])
+def test_derivatives_of_three_orders_are_those_of_a_linear_layer(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, path: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("lightning_memopt.functional.sparse.choose_sparse_linear", lambda *_: path)
+    tensors = inputs_of((2, 5), kernels.device, dtype)
+    got, expected = derivatives(sparse_linear, tensors, 3), derivatives(F.linear, tensors, 3)
+    assert all(grad.abs().max() > 0 for grad in expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        scale = float(theirs.detach().abs().max())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=(1e-5 if dtype is torch.float32 else 0.05) * scale)
+
+
+@pytest.mark.parametrize("of", ["spikes", "weight"])
+def test_a_gradient_penalty_reaches_the_layers_before(kernels: Kernels, of: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(33, 6, generator=generator).to(kernels.device).requires_grad_()
+    x = torch.randn(9, 6, generator=generator).to(kernels.device)
+    _, weight, bias = inputs_of((), kernels.device)
+
+    def penalized(layer: Any) -> tuple[Tensor, ...]:
+        potential = x @ hidden.t()
+        spikes = (potential > 0).to(x) + potential.sigmoid() - potential.sigmoid().detach()
+        spikes = spikes.detach().round() + spikes - spikes.detach()  # zeros and ones, with a gradient
+        out = layer(spikes, weight, bias)
+        (grad,) = torch.autograd.grad(out.square().sum(), spikes if of == "spikes" else weight, create_graph=True)
+        return torch.autograd.grad(out.mean() + (grad.norm(dim=1) - 1).square().mean(), (hidden, weight, bias))
+
+    got = penalized(lambda *t: sparse_linear(*t, strategy="sparse"))
+    for mine, theirs in zip(got, penalized(F.linear), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.5, 2.0])
@@ -595,6 +634,66 @@ def test_under_autocast_the_product_has_the_autocast_dtype(kernels: Kernels) -> 
         for mine, theirs in zip(got, expected, strict=True):
             assert mine.dtype == theirs.dtype
             torch.testing.assert_close(mine, theirs)
+
+
+def test_under_autocast_no_copies_of_the_weight_are_kept(kernels: Kernels) -> None:
+    spikes, weight, bias = inputs_of((4, 5), kernels.device)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast(kernels.device.type, torch.bfloat16),
+    ):
+        outputs = [sparse_linear(step, weight, bias, strategy="sparse") for step in spikes]
+    weights = [tensor for tensor in kept if tensor.numel() == weight.numel()]
+    assert len(weights) == 4
+    assert all(tensor.data_ptr() == weight.data_ptr() for tensor in weights)
+    assert all(output.dtype == torch.bfloat16 for output in outputs)
+
+
+def test_a_backward_pass_within_autocast_keeps_the_dtypes_of_the_forward(kernels: Kernels) -> None:
+    tensors = inputs_of((5,), kernels.device)
+    out = sparse_linear(*tensors, strategy="sparse")
+    generator = torch.Generator().manual_seed(5)
+    grad = torch.randn(out.shape, generator=generator).to(out)
+    expected = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+    with torch.autocast(kernels.device.type, torch.bfloat16):
+        got = torch.autograd.grad(out, tensors, grad)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "torch", "sparse"])
+def test_shapes_are_known_without_data(strategy: str) -> None:
+    spikes, weight = torch.empty(4, 8, 16, device="meta"), torch.empty(5, 16, device="meta", requires_grad=True)
+    out = sparse_linear(spikes, weight, strategy=strategy)
+    assert (out.shape, out.device.type) == ((4, 8, 5), "meta")
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (5, 16)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("strategy", ["auto", "torch", "sparse"])
+def test_one_graph_serves_batches_of_any_size(kernels: Kernels, strategy: str, marked: bool) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def layer(spikes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return sparse_linear(spikes, weight, bias, strategy=strategy)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs, dynamic=None if marked else True)
+    for size in range(3, 16):
+        tensors = inputs_of((size,), kernels.device)
+        if marked:
+            torch._dynamo.mark_dynamic(tensors[0], 0)
+        for got, expected in zip(with_gradients(compiled, tensors), with_gradients(layer, tensors), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("strategy", ["auto", "torch", "sparse"])
@@ -696,6 +795,53 @@ WRONG: dict[str, Any] = {
     "a bias matrix": (lambda d: sparse_linear(fp((4, 8), d), fp((3, 8), d), fp((3, 1), d)), r"bias \(3, 1\)"),
     "tensors on two devices": (lambda d: sparse_linear(fp((4, 8), d), fp((3, 8), torch.device("meta"))), "one device"),
 }
+
+
+def test_positions_of_any_number_come_from_one_graph(kernels: Kernels) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def round_trip(spikes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        numel = spikes.shape[0]
+        positions, count, fits, _ = sparse_pack(spikes, capacity=numel // 2)
+        return scatter_positions(positions, numel, spikes.dtype), count, fits
+
+    compiled = torch.compile(round_trip, fullgraph=True, backend=graphs)
+    for size in range(40, 53):
+        spikes = random_spikes((size,), 0.2, kernels.device, size)
+        torch._dynamo.mark_dynamic(spikes, 0)
+        for got, expected in zip(compiled(spikes), round_trip(spikes), strict=True):
+            assert torch.equal(got, expected)
+    assert graphs.frame_count == 1
+
+
+def test_transforms_of_functions_are_refused_in_words(kernels: Kernels) -> None:
+    spikes, weight, _ = (tensor.detach() for tensor in inputs_of((5,), kernels.device))
+    with pytest.raises(RuntimeError, match=r'torch\.func.*strategy="torch"'):
+        torch.func.grad(lambda w: sparse_linear(spikes, w, strategy="sparse").sum())(weight)
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.vmap(lambda s: sparse_linear(s, weight, strategy="sparse"))(spikes.unsqueeze(1))
+    expected = spikes.sum(0).expand(7, 33)
+    assert torch.equal(torch.func.grad(lambda w: sparse_linear(spikes, w, strategy="torch").sum())(weight), expected)
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "a list of spikes": (lambda s, w: sparse_linear([1.0], w), "spikes as a tensor, got list"),
+    "no weight": (lambda s, w: sparse_linear(s, None), "weight as a tensor, got NoneType"),
+    "a number as bias": (lambda s, w: sparse_linear(s, w, 1.0), "bias as a tensor, got float"),
+    "sparse spikes": (lambda s, w: sparse_linear(s.to_sparse(), w), r"dense spikes.*sparse_coo.*to_dense\(\)"),
+    "a nested weight": (lambda s, w: sparse_linear(s, torch.nested.nested_tensor([w])), "dense weight.*nested"),
+    "a word as density": (lambda s, w: sparse_linear(s, w, density="few"), "density as a number, got 'few'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that nested tensors may change
+@pytest.mark.parametrize("which", WRONG_TYPES)
+def test_other_types_are_refused_by_name(kernels: Kernels, which: str) -> None:
+    call, message = WRONG_TYPES[which]
+    with pytest.raises(TypeError, match=message):
+        call(fp((4, 8), kernels.device), fp((3, 8), kernels.device))
+    assert kernels.launches == []
 
 
 @pytest.mark.parametrize("which", WRONG)

@@ -122,6 +122,16 @@ def test_a_width_must_be_finite_and_positive(kind: type[BuiltInSurrogate], alpha
         kind(alpha)
 
 
+def test_a_width_that_leaves_float32_is_refused() -> None:
+    for make in (
+        lambda: surrogate.Sigmoid(1e39),
+        lambda: surrogate.PiecewiseQuadratic(1e20),  # its square
+        lambda: surrogate.SoftSign(1e-40),  # its reciprocal
+    ):
+        with pytest.raises(ValueError, match="constants beyond the range of float32"):
+            make()
+
+
 def test_a_width_must_be_a_number() -> None:
     with pytest.raises(TypeError, match=r"Sigmoid: alpha must be a number, got tensor\(1.\)"):
         surrogate.Sigmoid(torch.tensor(1.0))  # type: ignore[arg-type]
@@ -182,10 +192,12 @@ class Smooth:
         (torch.sigmoid, ValueError, "must be a step function, 1 from 0 on"),
         (lambda x: (x > 0).to(x), ValueError, r"maps -1, 0, 1 to tensor\(\[0., 0., 1.\]\)"),
         (Smooth(), ValueError, "Set spiking=True"),
+        (lambda x: (x >= 0).to(x), ValueError, "must have a gradient with respect to its argument"),
+        (lambda x: (x.detach() >= 0) * torch.ones((), requires_grad=True), ValueError, "autograd finds none"),
         (surrogate.ATan, TypeError, r"a surrogate object such as surrogate.ATan\(\)"),
         ("sigmoid", TypeError, "got 'sigmoid'"),
     ],
-    ids=["smooth", "strict", "primitive", "class", "name"],
+    ids=["smooth", "strict", "primitive", "no gradient", "gradient of another", "class", "name"],
 )
 def test_what_is_no_step_function_is_refused(function: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -194,3 +206,47 @@ def test_what_is_no_step_function_is_refused(function: object, error: type[Excep
 
 def test_nothing_stands_for_a_sigmoid() -> None:
     assert as_surrogate(None) == surrogate.Sigmoid(4.0)
+
+
+@dataclasses.dataclass
+class Unhashable:
+    alpha: float = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return surrogate.ATan(self.alpha)(x)
+
+
+def test_a_surrogate_needs_no_hash() -> None:
+    x = torch.tensor([-0.5, 0.25, 2.0])
+    torch.testing.assert_close(as_surrogate(Unhashable()).derivative(x), surrogate.ATan().derivative(x))
+
+
+class Scaled(torch.nn.Module):
+    """A step whose width is a parameter, on a device of its own."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return surrogate.ATan()(x * self.scale)
+
+
+def test_a_surrogate_is_tried_where_it_lives_not_on_the_default_device() -> None:
+    elsewhere = Scaled("meta")
+    with torch.device("meta"), torch.inference_mode():
+        for function in (lambda x: surrogate.ATan()(x), Scaled("cpu"), elsewhere, lambda x: elsewhere(x)):
+            assert isinstance(as_surrogate(function), surrogate.Surrogate)
+        with pytest.raises(ValueError, match="must be a step function"):
+            as_surrogate(lambda x: (x > 0) + 0 * x)
+
+
+@pytest.mark.parametrize("result", [lambda x: x[:1], lambda x: None], ids=["shape", "none"])
+def test_a_derivative_has_the_shape_of_its_argument(result: Callable[[Tensor], object]) -> None:
+    class Misshapen(surrogate.Surrogate):
+        def derivative(self, x: Tensor) -> Tensor:
+            return result(x)  # type: ignore[return-value]
+
+    spikes = Misshapen()(torch.rand(3, 4, requires_grad=True))
+    with pytest.raises((TypeError, ValueError), match=r"shape of its argument, \(3, 4\)"):
+        spikes.sum().backward()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_memopt.ops.arguments import check_number
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
 from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
 from lightning_memopt.ops.sparse import bit_count, bit_positions, scatter_positions, sparse_pack
@@ -101,7 +102,9 @@ class _ElementwiseCompressor(SpikeCompressor):
     _remedy: str
 
     def accepts(self, tensor: Tensor) -> bool:
-        return tensor.dtype in PACKABLE_DTYPES and tensor.layout is torch.strided and not overlaps(tensor)
+        if tensor.dtype not in PACKABLE_DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        return not overlaps(tensor)
 
     def compress(self, tensor: Tensor) -> SpikePayload:
         """Compress ``tensor``.
@@ -110,10 +113,14 @@ class _ElementwiseCompressor(SpikeCompressor):
             TypeError: for a dtype or layout that cannot be stored.
             NonBinarySpikeError: at once on the CPU, before the next optimizer step on CUDA, if a value does not fit.
         """
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(self).__name__} stores tensors, got {type(tensor).__name__}.")
         if not self.accepts(tensor):
+            dense = tensor.layout is torch.strided and not tensor.is_nested
+            strides = f"strides {tensor.stride()}" if dense else "not dense"
             raise TypeError(
                 f"{type(self).__name__} stores dense tensors of a real dtype, got dtype {tensor.dtype}, layout "
-                f"{tensor.layout}, strides {tensor.stride()}."
+                f"{tensor.layout}, {strides}."
             )
         compressed = self.compress_checked(tensor)
         require_fit(compressed, self, f"a tensor of shape {tuple(tensor.shape)}")
@@ -170,6 +177,7 @@ class IntegerSpikeCompressor(_PackingCompressor):
         bits: bits per element; counts from 0 to ``2**bits - 1`` fit.
 
     Raises:
+        TypeError: for ``bits`` that are no integer.
         ValueError: for other ``bits``.
 
     Example:
@@ -180,6 +188,8 @@ class IntegerSpikeCompressor(_PackingCompressor):
     _remedy = "use more bits, or no compressor"
 
     def __init__(self, bits: int = 4) -> None:
+        check_number("IntegerSpikeCompressor", "bits", bits, whole=True)
+        bits = int(bits)
         if bits not in (2, 4, 8):
             raise ValueError(
                 f"IntegerSpikeCompressor takes bits=2, 4 or 8, got {bits!r}. For one bit use BitSpikeCompressor."
@@ -235,6 +245,7 @@ class SparseSpikeCompressor(_ElementwiseCompressor):
             the device: on CUDA this waits for it, once per tensor.
 
     Raises:
+        TypeError: for a ``max_density`` that is no number.
         ValueError: for another ``max_density``.
 
     Example:
@@ -251,6 +262,7 @@ class SparseSpikeCompressor(_ElementwiseCompressor):
         self.max_density = max_density
         if max_density is None:
             return
+        check_number("SparseSpikeCompressor", "max_density", max_density)
         if not 0 < max_density <= 1:
             raise ValueError(f"SparseSpikeCompressor takes a max_density above 0 up to 1, got {max_density!r}.")
         self._what = f"values other than 0 and 1, or ones in more than max_density={max_density} of the elements"

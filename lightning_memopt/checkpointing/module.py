@@ -167,7 +167,7 @@ def _check_belongs_to_treatment(config: RegionConfig) -> None:
     ]
     if given:
         raise ValueError(
-            f"{', '.join(given)} belong to treatment='recompute', got treatment={config.treatment!r}. Leave them out: "
+            f"{', '.join(given)}: only for treatment='recompute', got treatment={config.treatment!r}. Leave them out: "
             "this treatment finds by itself what can be packed, and takes no time chunks."
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_memopt.ops.arguments import check_dense
 from lightning_memopt.ops.bit_pack import bit_unpack, pack_binary
 
 
@@ -23,12 +24,14 @@ def bit_spike_compress(spikes: Tensor) -> Tensor:
     Raises:
         NonBinarySpikeError: for a value other than 0 and 1: at once on the CPU, before the next optimizer step on CUDA
             (call :func:`~lightning_memopt.checkpointing.check_pending_fits` to ask earlier).
+        TypeError: for what is no dense tensor.
         ValueError: for a complex tensor.
 
     Example:
         >>> bit_spike_compress(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         tensor([13], dtype=torch.uint8)
     """
+    check_dense("bit_spike_compress", "spikes", spikes)
     return pack_binary(spikes.detach(), "bit_spike_compress: spikes")
 
 
@@ -44,6 +47,7 @@ def bit_spike_decompress(packed: Tensor, shape: Sequence[int], dtype: torch.dtyp
         Zeros and ones of ``shape`` and ``dtype``, contiguous, on the device of ``packed``.
 
     Raises:
+        TypeError: for what is no dense tensor, no shape or no dtype.
         ValueError: if ``packed`` does not hold as many elements as ``shape`` has, or is not uint8.
 
     Example:
@@ -51,6 +55,11 @@ def bit_spike_decompress(packed: Tensor, shape: Sequence[int], dtype: torch.dtyp
         tensor([[1, 0],
                 [1, 1]], dtype=torch.uint8)
     """
+    check_dense("bit_spike_decompress", "packed", packed)
+    if not isinstance(shape, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in shape):
+        raise TypeError(f"bit_spike_decompress takes a shape as a sequence of integers, got {shape!r}.")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"bit_spike_decompress takes a torch.dtype, got {dtype!r}.")
     if any(size < 0 for size in shape):
         raise ValueError(f"bit_spike_decompress expects sizes of 0 or more, got shape {tuple(shape)}.")
     return bit_unpack(packed, math.prod(shape), dtype).view(tuple(shape))
@@ -68,10 +77,12 @@ def bit_pack_spike_dense(spikes: Tensor) -> Tensor:
 
     Raises:
         NonBinarySpikeError: for a value other than 0 and 1: at once on the CPU, before the next optimizer step on CUDA.
+        TypeError: for what is no dense tensor.
         ValueError: for a 0-dim or complex tensor.
 
     Example:
         >>> bit_pack_spike_dense(torch.ones(2, 9)).tolist()
         [[255, 1], [255, 1]]
     """
+    check_dense("bit_pack_spike_dense", "spikes", spikes)
     return pack_binary(spikes.detach(), "bit_pack_spike_dense: spikes", by_row=True)

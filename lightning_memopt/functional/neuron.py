@@ -17,7 +17,8 @@ These are the equations and the order of operations of SpikingJelly's neurons (F
 spikes and potentials in float32 equal those of the loop in plain torch on the same device bit for bit. Potentials are
 float32 even where ``x`` is float16 or bfloat16.
 
-Gradients can be taken once. Built-in surrogates compile with ``fullgraph=True``; others run in plain torch.
+Gradients can be taken once, by torch's autograd: ``torch.func`` and ``vmap`` are refused. Built-in surrogates compile
+with ``fullgraph=True``; others run in plain torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_memopt.ops.arguments import check_dense
+from lightning_memopt.ops.autocast import autocast_dtype
 from lightning_memopt.ops.bit_pack import bit_pack
 from lightning_memopt.ops.neuron import (
     IF,
@@ -46,6 +49,7 @@ from lightning_memopt.surrogate import BuiltInSurrogate, Sigmoid, Surrogate, as_
 __all__ = ["if_linear", "if_spike", "lif_linear", "lif_spike"]
 
 _SIGMOID = Sigmoid()
+_LARGEST = torch.finfo(torch.float32).max
 
 
 # A neuron and its surrogate as constants that torch.compile can trace: charge, tau, v_threshold, v_reset, detach_reset,
@@ -60,12 +64,40 @@ def _equation(
     for name, value in (("tau", tau), ("v_threshold", v_threshold), ("v_reset", v_reset)):
         if not (isinstance(value, (int, float)) or (value is None and name == "v_reset")):
             raise TypeError(f"{name} must be a number, got {value!r}.")
-    neuron = Neuron(charge, float(tau), float(v_threshold), None if v_reset is None else float(v_reset))
+    neuron = Neuron(charge, _number(tau), _number(v_threshold), None if v_reset is None else _number(v_reset))
     constants = neuron.charge, neuron.tau, neuron.v_threshold, neuron.v_reset, bool(detach_reset)
     surrogate = as_surrogate(surrogate_function)
     if isinstance(surrogate, BuiltInSurrogate):
         return *constants, surrogate.index, surrogate.alpha, None
     return *constants, -1, 0.0, surrogate
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the range of float: no neuron has it
+        return math.inf if value > 0 else -math.inf
+
+
+def check_neuron(
+    charge: int, tau: float, v_threshold: float, v_reset: float | None, surrogate_function: object = None
+) -> None:
+    """Raise TypeError or ValueError unless these constants and this surrogate make a neuron."""
+    _equation(charge, tau, v_threshold, v_reset, False, surrogate_function)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func``, or ``vmap``, runs the code (a compiler traces its transforms itself)."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _refuse_transforms() -> None:
+    if transforms_are_active():
+        raise RuntimeError(
+            "Neurons were called within a torch.func transform (grad, vjp, jvp, jacrev, vmap, ...), which their "
+            "gradients do not support. Use eager autograd: backward() or torch.autograd.grad, and a batch dimension in "
+            "place of vmap."
+        )
 
 
 def _forward(
@@ -190,12 +222,14 @@ def if_spike(
     Raises:
         TypeError: for a dtype that neurons do not take.
         ValueError: for shapes or devices that do not match, or constants that make no neuron.
+        RuntimeError: within a ``torch.func`` transform or ``vmap``.
 
     Example:
         >>> spikes, v = if_spike(torch.tensor([[0.6], [0.6], [0.6]]))
         >>> spikes.flatten().tolist(), round(v.item(), 4)
         ([0.0, 1.0, 0.0], 0.6)
     """
+    _refuse_transforms()
     return _spike(x, v, _equation(IF, 2.0, v_threshold, v_reset, detach_reset, surrogate_function), return_bits)
 
 
@@ -230,20 +264,24 @@ def lif_spike(
     Raises:
         TypeError: for a dtype that neurons do not take.
         ValueError: for shapes or devices that do not match, or constants that make no neuron.
+        RuntimeError: within a ``torch.func`` transform or ``vmap``.
 
     Example:
         >>> spikes, v = lif_spike(torch.tensor([[1.5], [1.5], [1.5]]))
         >>> spikes.flatten().tolist(), v.item()
         ([0.0, 1.0, 0.0], 0.75)
     """
+    _refuse_transforms()
     charge = LIF_DECAYED_INPUT if decay_input else LIF
     return _spike(x, v, _equation(charge, tau, v_threshold, v_reset, detach_reset, surrogate_function), return_bits)
 
 
 def _spike(x: Tensor, v: Tensor | float | None, equation: _Equation, return_bits: bool) -> tuple[Tensor, ...]:
-    _check_x(x)
+    _check_x(_name(equation, "spike"), x)
     if x.dim() < 1:
         raise ValueError("neurons take x of shape [T, ...], got a tensor without dimensions.")
+    if isinstance(v, Tensor):
+        check_dense(_name(equation, "spike"), "v", v)
     v = _potential(v, x, x.shape[1:], equation)
     n = math.prod(x.shape[1:])
     packs = return_bits and n > 0 and n % 8 == 0
@@ -255,9 +293,12 @@ def _spike(x: Tensor, v: Tensor | float | None, equation: _Equation, return_bits
     return spikes, v_final, bits.view(-1)
 
 
-def _check_x(x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}.")
+def _name(equation: _Equation, what: str) -> str:
+    return f"{'if' if equation[0] == IF else 'lif'}_{what}"
+
+
+def _check_x(function: str, x: Tensor) -> None:
+    check_dense(function, "x", x)
     if x.dtype not in NEURON_DTYPES:
         raise TypeError(f"neurons take x of float32, float16 or bfloat16, got {x.dtype} of shape {tuple(x.shape)}.")
 
@@ -269,6 +310,8 @@ def _potential(v: Tensor | float | None, x: Tensor, shape: Sequence[int], equati
     if isinstance(v, (int, float)):
         if v == Neuron(*equation[:4]).start:
             return None
+        if _LARGEST < abs(v) < math.inf:
+            raise ValueError(f"v must be within the range of float32, got {v}.")
         return torch.full(tuple(shape), float(v), dtype=torch.float32, device=x.device)
     if not isinstance(v, Tensor):
         raise TypeError(f"v must be a tensor, a number or None, got {type(v).__name__}.")
@@ -281,6 +324,8 @@ def _potential(v: Tensor | float | None, x: Tensor, shape: Sequence[int], equati
         )
     if v.device != x.device:
         raise ValueError(f"v must be on {x.device} as x is, got {v.device}.")
+    if not torch.compiler.is_compiling() and v.is_inference() and not torch.is_inference_mode_enabled():
+        v = v.clone()  # left by a call in inference mode, it could not be kept for backward
     return v.float().expand(tuple(shape))
 
 
@@ -289,21 +334,32 @@ def _potential(v: Tensor | float | None, x: Tensor, shape: Sequence[int], equati
 
 
 class _SpikeLinear(Function):
-    """Neurons over ``x`` of ``[T, M, K]``, spikes times ``weight_t`` of ``[K, N]``: ``[T M, N]`` and last potential."""
+    """Neurons over ``x`` of ``[T, M, K]``, spikes times ``weight_t`` of ``[K, N]``: ``[T M, N]`` and last potential.
+
+    The product and its gradients run in ``dtype``. Kept is the weight itself, and cast once more in backward: copies of
+    it would add up over the calls of a step-by-step loop.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, v: Tensor | None, weight_t: Tensor, bias: Tensor | None, *equation: Any
+        ctx: Any,
+        x: Tensor,
+        v: Tensor | None,
+        weight_t: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *equation: Any,
     ) -> tuple[Tensor, Tensor]:
         _, bits, v_final = _forward(x, v, equation, False, x.shape[2])
         bits = bits.view(x.shape[0] * x.shape[1], (x.shape[2] + 7) // 8)
-        y = packed_linear(bits, weight_t.t(), bias)
+        y = packed_linear(bits, weight_t.to(dtype).t(), None if bias is None else bias.to(dtype))
         neuron_learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         if not neuron_learns:
             # The potential does not depend on the weight: carried to the next call, it must not bring this graph along.
             ctx.mark_non_differentiable(v_final)
         ctx.equation = equation
         ctx.in_features = x.shape[2]
+        ctx.weight_dtype = weight_t.dtype
         # The gradient lies in memory as the weight does, so that it becomes weight_t.grad without a copy.
         ctx.row_major = weight_t.is_contiguous()
         ctx.save_for_backward(
@@ -331,9 +387,11 @@ class _SpikeLinear(Function):
             grad_y = grad_y.contiguous()
             if ctx.needs_input_grad[2]:
                 grad_weight = packed_linear_grad_weight(bits, grad_y, ctx.in_features, ctx.row_major).t()
+                grad_weight = grad_weight.to(ctx.weight_dtype)
             if ctx.needs_input_grad[3]:
-                grad_bias = grad_y.sum(0)
+                grad_bias = grad_y.sum(0).to(ctx.weight_dtype)
             if x is not None:
+                weight_t = weight_t.to(grad_y.dtype)
                 grad_spike = torch.ops.lightning_memopt.spike_gradient(grad_y, weight_t, x.dtype).view(x.shape)
         if x is not None and (grad_y is not None or grad_v_final is not None):
             grad_x, grad_v = _backward(
@@ -341,7 +399,7 @@ class _SpikeLinear(Function):
             )
         if not ctx.needs_input_grad[0]:
             grad_x = None
-        return grad_x, grad_v, grad_weight, grad_bias, *(None,) * _CONSTANTS
+        return grad_x, grad_v, grad_weight, grad_bias, *(None,) * (1 + _CONSTANTS)
 
 
 def if_linear(
@@ -378,6 +436,7 @@ def if_linear(
     Raises:
         TypeError: for a dtype that is not taken.
         ValueError: for shapes or devices that do not match, or constants that make no neuron.
+        RuntimeError: within a ``torch.func`` transform or ``vmap``.
 
     Example:
         >>> x = torch.tensor([[[0.5, 2.0]], [[0.5, 0.5]]], requires_grad=True)
@@ -389,6 +448,7 @@ def if_linear(
         >>> weight_t.grad.flatten().tolist(), x.grad.shape
         ([1.0, 1.0], torch.Size([2, 1, 2]))
     """
+    _refuse_transforms()
     equation = _equation(IF, 2.0, v_threshold, v_reset, detach_reset, surrogate_function)
     return _spike_linear(x, v, weight_t, bias, equation)
 
@@ -426,12 +486,14 @@ def lif_linear(
     Raises:
         TypeError: for a dtype that is not taken.
         ValueError: for shapes or devices that do not match, or constants that make no neuron.
+        RuntimeError: within a ``torch.func`` transform or ``vmap``.
 
     Example:
         >>> y, v_final = lif_linear(torch.tensor([[3.0, 1.0]]), None, torch.eye(2))
         >>> y.tolist(), v_final.tolist()
         ([[1.0, 0.0]], [[0.0, 0.5]])
     """
+    _refuse_transforms()
     charge = LIF_DECAYED_INPUT if decay_input else LIF
     equation = _equation(charge, tau, v_threshold, v_reset, detach_reset, surrogate_function)
     return _spike_linear(x, v, weight_t, bias, equation)
@@ -440,24 +502,27 @@ def lif_linear(
 def _spike_linear(
     x: Tensor, v: Tensor | float | None, weight_t: Tensor, bias: Tensor | None, equation: _Equation
 ) -> tuple[Tensor, Tensor]:
-    _check_x(x)
+    name = _name(equation, "linear")
+    _check_x(name, x)
     if x.dim() not in (2, 3):
         raise ValueError(f"x must have shape [M, K] or [T, M, K], got {tuple(x.shape)}.")
-    _check_layer(x, weight_t, bias)
+    _check_layer(name, x, weight_t, bias)
+    if isinstance(v, Tensor):
+        check_dense(name, "v", v)
     v = _potential(v, x, x.shape[-2:], equation)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        weight_t, bias = weight_t.to(dtype), None if bias is None else bias.to(dtype)
-    y, v_final = _SpikeLinear.apply((x if x.dim() == 3 else x.unsqueeze(0)).contiguous(), v, weight_t, bias, *equation)
+    dtype = autocast_dtype(x.device) or weight_t.dtype
+    steps = (x if x.dim() == 3 else x.unsqueeze(0)).contiguous()
+    y, v_final = _SpikeLinear.apply(steps, v, weight_t, bias, dtype, *equation)
     return cast(Tensor, y).view(*x.shape[:-1], weight_t.shape[1]), v_final
 
 
-def _check_layer(x: Tensor, weight_t: Tensor, bias: Tensor | None) -> None:
+def _check_layer(function: str, x: Tensor, weight_t: Tensor, bias: Tensor | None) -> None:
+    check_dense(function, "weight_t", weight_t)
+    if bias is not None:
+        check_dense(function, "bias", bias)
     for name, tensor in (("weight_t", weight_t), ("bias", bias)):
-        if tensor is None and name == "bias":
+        if tensor is None:
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}.")
         if tensor.dtype not in NEURON_DTYPES:
             raise TypeError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}.")
         if tensor.device != x.device:

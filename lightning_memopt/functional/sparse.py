@@ -9,53 +9,20 @@ and bits are all that is kept of it for the backward pass.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_memopt.functional.packed import PackedLinear, StandIn, check_no_transform
+from lightning_memopt.ops.arguments import check_dense, check_number
+from lightning_memopt.ops.autocast import autocast_dtype
 from lightning_memopt.ops.bit_pack import pack_binary
 from lightning_memopt.ops.dispatch import choose_sparse_linear
 from lightning_memopt.ops.launch import backend_for
-from lightning_memopt.ops.packed_linear import WEIGHT_DTYPES, packed_linear, packed_linear_grad_weight
-from lightning_memopt.ops.sparse_linear import sparse_linear as sparse_product
+from lightning_memopt.ops.packed_linear import WEIGHT_DTYPES
 
 STRATEGIES = ("auto", "torch", "sparse")
-
-
-class _BinaryLinear(torch.autograd.Function):
-    """``spikes`` [..., K] times ``weight`` [N, K], transposed, plus ``bias`` [N], by way of bits."""
-
-    @staticmethod
-    def forward(ctx: Any, spikes: Tensor, weight: Tensor, bias: Tensor | None, skip_zeros: bool) -> Tensor:
-        lead = spikes.shape[:-1]
-        packed = pack_binary(spikes, "sparse_linear: spikes", by_row=True)
-        packed = packed.view(math.prod(lead), packed.shape[-1])
-        needs_spikes, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(packed if needs_weight else None, weight if needs_spikes else None)
-        ctx.spikes_dtype = spikes.dtype
-        ctx.in_features = spikes.shape[-1]
-        # A gradient with its parameter's strides is accumulated without a copy.
-        ctx.transposed = weight.t().is_contiguous() and not weight.is_contiguous()
-        product = sparse_product if skip_zeros else packed_linear
-        return product(packed, weight, bias).view(*lead, weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, weight = ctx.saved_tensors
-        lead, features = grad.shape[:-1], grad.shape[-1]
-        rows = grad.reshape(math.prod(lead), features).contiguous()
-        grad_spikes = grad_weight = grad_bias = None
-        if weight is not None:
-            grad_spikes = torch.mm(rows, weight).to(ctx.spikes_dtype).view(*lead, ctx.in_features)
-        if packed is not None:
-            grad_weight = packed_linear_grad_weight(packed, rows, ctx.in_features, ctx.transposed)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_spikes, grad_weight, grad_bias, None
 
 
 def sparse_linear(
@@ -74,7 +41,7 @@ def sparse_linear(
     Numbers below 2^-126 may count as zero.
 
     Under autocast the weight and the bias are cast as ``F.linear`` casts them; the gradient of the spikes has their
-    dtype.
+    dtype. Gradients of gradients exist; not in a compiled function, which torch refuses.
 
     Args:
         spikes: ``[..., K]`` zeros and ones, float32, float16 or bfloat16, any strides.
@@ -89,7 +56,9 @@ def sparse_linear(
         ``[..., N]``, the dtype of ``weight`` (under autocast: its dtype), contiguous.
 
     Raises:
+        TypeError: for what is no dense tensor, or a density that is no number.
         ValueError: if dtypes, shapes or devices do not fit each other, or for another strategy or density.
+        RuntimeError: within a transform of ``torch.func``, unless the product is ``F.linear``.
         NonBinarySpikeError: for another value than 0 and 1, unless the product is ``F.linear``: at once on the CPU,
             before the next optimizer step on CUDA.
 
@@ -101,20 +70,23 @@ def sparse_linear(
                 [0.]], grad_fn=<...>)
     """
     _check(spikes, weight, bias, strategy, density)
-    if torch.is_autocast_enabled(spikes.device.type):
-        dtype = torch.get_autocast_dtype(spikes.device.type)
-        weight = weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    dtype = autocast_dtype(spikes.device) or weight.dtype
     path = strategy
     if strategy == "auto":
         features, inputs = weight.shape
         rows = math.prod(spikes.shape[:-1])
         capability = _kernel_capability(spikes.device)
-        path = choose_sparse_linear(rows, features, inputs, weight.dtype, density, capability)
+        path = choose_sparse_linear(rows, features, inputs, dtype, density, capability)
     if path == "torch":
         return F.linear(spikes, weight, bias)
-    out: Tensor = _BinaryLinear.apply(spikes, weight, bias, path == "sparse")
-    return out
+    check_no_transform("sparse_linear", 'strategy="torch"')
+    lead = spikes.shape[:-1]
+    packed = pack_binary(spikes.detach(), "sparse_linear: spikes", by_row=True)
+    packed = packed.view(math.prod(lead), packed.shape[-1])
+    needs_spikes = spikes.requires_grad and torch.is_grad_enabled()
+    stand_in = StandIn.apply(spikes) if needs_spikes else None
+    out: Tensor = PackedLinear.apply(packed, stand_in, weight, bias, dtype, path == "sparse")
+    return out.view(*lead, weight.shape[0])
 
 
 def _kernel_capability(device: torch.device) -> tuple[int, int] | None:
@@ -130,21 +102,39 @@ _kernel_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _check(spikes: Tensor, weight: Tensor, bias: Tensor | None, strategy: str, density: float | None) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(f'sparse_linear takes the strategies "auto", "torch" and "sparse", got {strategy!r}.')
-    if density is not None and not 0 <= density <= 1:
-        raise ValueError(f"sparse_linear takes a density of 0 to 1, the share of ones, got {density!r}.")
-    given = ", ".join(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        for name, tensor in (("spikes", spikes), ("weight", weight), ("bias", bias))
-        if tensor is not None
-    )
-    tensors = [tensor for tensor in (spikes, weight, bias) if tensor is not None]
-    if any(tensor.dtype not in WEIGHT_DTYPES for tensor in tensors):
-        raise ValueError(f"sparse_linear takes float32, float16 or bfloat16, got {given}.")
-    if len({tensor.dtype for tensor in tensors}) > 1 and not torch.is_autocast_enabled(spikes.device.type):
-        raise ValueError(f"sparse_linear takes tensors of one dtype outside of autocast, got {given}.")
+    if density is not None:
+        check_number("sparse_linear", "density", density)
+        if not 0 <= density <= 1:
+            raise ValueError(f"sparse_linear takes a density of 0 to 1, the share of ones, got {density!r}.")
+    check_dense("sparse_linear", "spikes", spikes)
+    check_dense("sparse_linear", "weight", weight)
+    if bias is not None:
+        check_dense("sparse_linear", "bias", bias)
+    problem = _problem(spikes, weight, bias)
+    if problem is not None:
+        given = f"spikes {_describe(spikes)}, weight {_describe(weight)}"
+        if bias is not None:
+            given += f", bias {_describe(bias)}"
+        raise ValueError(f"sparse_linear takes {problem}, got {given}.")
+
+
+def _problem(spikes: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """What the tensors had to be and are not."""
+    for tensor in (spikes, weight, bias):
+        if tensor is None:
+            continue
+        if tensor.dtype not in WEIGHT_DTYPES:
+            return "float32, float16 or bfloat16"
+        if tensor.dtype != weight.dtype and autocast_dtype(spikes.device) is None:
+            return "tensors of one dtype outside of autocast"
     if spikes.dim() < 1 or weight.dim() != 2 or spikes.shape[-1] != weight.shape[1]:
-        raise ValueError(f"sparse_linear takes spikes [..., K] and a weight [N, K], got {given}.")
+        return "spikes [..., K] and a weight [N, K]"
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(f"sparse_linear takes a bias [N] for a weight [N, K], got {given}.")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise ValueError(f"sparse_linear takes tensors on one device, got {given}.")
+        return "a bias [N] for a weight [N, K]"
+    if weight.device != spikes.device or (bias is not None and bias.device != spikes.device):
+        return "tensors on one device"
+    return None
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

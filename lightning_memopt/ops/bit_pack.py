@@ -46,6 +46,9 @@ PACKABLE_DTYPES = (
 )
 BIT_WIDTHS = (1, 2, 4, 8)
 
+# The largest value of each dtype of integers that do not reach what 8 bits hold.
+_SHORT_RANGES = {torch.int8: 127}
+
 # The dtypes that kernels exist for, by the name that their entries carry; the others run the reference.
 _ENTRY_NAMES = {
     torch.float32: "float32",
@@ -58,10 +61,12 @@ _THREADS = 256
 
 _LIBRARY = torch.library.Library("lightning_memopt", "DEF")
 _LIBRARY.define("bit_pack(Tensor spikes, int bits=1, int? maximum=None) -> (Tensor packed, Tensor fits, Tensor odd)")
-_LIBRARY.define("bit_unpack(Tensor packed, int numel, ScalarType dtype, int bits=1) -> Tensor")
+_LIBRARY.define("bit_unpack(Tensor packed, SymInt numel, ScalarType dtype, int bits=1) -> Tensor")
 _LIBRARY.define("bit_pack_rows(Tensor spikes) -> (Tensor packed, Tensor fits, Tensor odd)")
-_LIBRARY.define("pack_binary(Tensor spikes, bool by_row, str where) -> Tensor")
-_LIBRARY.define("bit_unpack_rows(Tensor packed, int columns, ScalarType dtype) -> Tensor")
+# Each call reports to the host whether the values fitted, which replaying a CUDA graph would leave out.
+_REPORTS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+_LIBRARY.define("pack_binary(Tensor spikes, bool by_row, str where) -> Tensor", tags=_REPORTS)
+_LIBRARY.define("bit_unpack_rows(Tensor packed, SymInt columns, ScalarType dtype) -> Tensor")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,6 +188,8 @@ def _counts(part: Tensor, per_byte: int, maximum: int) -> tuple[Tensor, Tensor |
             return ones.view(torch.uint8), None
         return ones.view(torch.uint8), (part != 0).logical_and_(ones[:numel].logical_not())
     counts = torch.zeros(-(-numel // per_byte) * per_byte, dtype=torch.uint8, device=part.device)
+    if part.dtype in _SHORT_RANGES:  # a comparison with a larger number would wrap it
+        maximum = min(maximum, _SHORT_RANGES[part.dtype])
     # What a cast to uint8 makes of NaN or of 300 differs from machine to machine, so the range is asked for first.
     inside = (part >= 0).logical_and_(part <= maximum)
     counts[:numel] = torch.where(inside, part, 0)
@@ -199,7 +206,9 @@ def _unpack_reference(packed: Tensor, spikes: Tensor, bits: int) -> None:
         part = packed[start // per_byte : -(-(start + count) // per_byte)]
         target = spikes[start : start + count]
         if bits == 1:
-            ones = part.to(torch.int64).mul_(_SPREAD).bitwise_and_(_ONE_BIT_PER_BYTE).view(torch.uint8)
+            # Not by a cast, which keeps the stride of a single byte: a view of eight bytes needs a stride of 1.
+            words = torch.empty(part.numel(), dtype=torch.int64, device=part.device).copy_(part)
+            ones = words.mul_(_SPREAD).bitwise_and_(_ONE_BIT_PER_BYTE).view(torch.uint8)
             torch.ne(ones[:count], 0, out=target)
         elif bits == 8:
             target.copy_(part)
@@ -215,7 +224,7 @@ def _bit_pack_fake(spikes: Tensor, bits: int = 1, maximum: int | None = None) ->
 
 
 def _bit_unpack_fake(packed: Tensor, numel: int, dtype: torch.dtype, bits: int = 1) -> Tensor:
-    _check_bits("bit_unpack", bits)
+    _check_unpack(packed, numel, dtype, bits)
     return packed.new_empty((numel,), dtype=dtype)
 
 

@@ -73,8 +73,9 @@ def require_exact(fits: Tensor, odd: Tensor, claim: Claim) -> None:
         return
     if fits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{claim.where} is packed into bits while a CUDA graph is captured. Whether every value fits is asked after "
-            "the forward pass, which a replay of the graph does not do. Leave the compressor out of what is captured."
+            f"{claim.where} is packed into bits while a CUDA graph is captured. Whether every value fits is asked "
+            "after the forward pass, which a replay of the graph does not do. Leave the compressor out of what is "
+            "captured."
         )
     _watch_optimizers()
     device, where = fits.device, claim.where

@@ -27,8 +27,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_memopt.ops.autocast import without_autocast
 from lightning_memopt.ops.launch import Kernel, backend_for, launch
-from lightning_memopt.surrogate import BUILT_IN
+from lightning_memopt.surrogate import BUILT_IN, check_derivative
 
 # How a neuron charges, as in cuda/neuron.cu.
 IF, LIF_DECAYED_INPUT, LIF = range(3)
@@ -43,6 +44,7 @@ _BLOCK = 1 << 18
 # Elements of a product that exist in another dtype than they are wanted in.
 _PRODUCT = 1 << 23
 _GATHER = 0x0102040810204080
+_LARGEST = torch.finfo(torch.float32).max
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 LIBRARY = torch.library.Library("lightning_memopt", "FRAGMENT")
@@ -50,7 +52,7 @@ LIBRARY = torch.library.Library("lightning_memopt", "FRAGMENT")
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
 LIBRARY.define(
     "neuron_forward(Tensor x, Tensor? v, int charge, float tau, float v_threshold, float? v_reset, bool spikes, "
-    "int row) -> (Tensor spikes, Tensor bits, Tensor v_final)",
+    "SymInt row) -> (Tensor spikes, Tensor bits, Tensor v_final)",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -88,12 +90,12 @@ class Neuron:
         if self.charge not in (IF, LIF_DECAYED_INPUT, LIF):
             raise ValueError(f"charge must be one of {(IF, LIF_DECAYED_INPUT, LIF)}, got {self.charge}.")
         # Comparisons, not math.isfinite: torch.compile may trace these numbers as symbols.
-        if self.charge != IF and not 1 < self.tau < math.inf:
-            raise ValueError(f"tau must be finite and above 1 (in time steps), got {self.tau}.")
-        if not -math.inf < self.v_threshold < math.inf:
-            raise ValueError(f"v_threshold must be finite, got {self.v_threshold}.")
-        if self.v_reset is not None and not -math.inf < self.v_reset < math.inf:
-            raise ValueError(f"v_reset must be finite, or None for a soft reset, got {self.v_reset}.")
+        if self.charge != IF and not 1 < self.tau <= _LARGEST:
+            raise ValueError(f"tau must be finite and above 1 (in time steps), in float32, got {self.tau}.")
+        if not -_LARGEST <= self.v_threshold <= _LARGEST:
+            raise ValueError(f"v_threshold must be finite in float32, got {self.v_threshold}.")
+        if self.v_reset is not None and not -_LARGEST <= self.v_reset <= _LARGEST:
+            raise ValueError(f"v_reset must be finite in float32, or None for a soft reset, got {self.v_reset}.")
 
     @property
     def start(self) -> float:
@@ -161,7 +163,20 @@ def _memory_order(x: Tensor) -> list[int]:
 
 def _dense(x: Tensor) -> Tensor:
     """``x``, or a contiguous copy where time is not its slowest dimension or elements overlap or leave gaps."""
+    if x.shape[0] == 0 and not _is_dense_step(x):
+        # To torch a tensor without elements is contiguous whatever its strides, but a potential is laid out by them.
+        return x.new_empty(x.shape)
     return x if x.permute(0, *_memory_order(x)).is_contiguous() else x.contiguous()
+
+
+def _is_dense_step(x: Tensor) -> bool:
+    """Whether one step in the strides of ``x`` leaves no gaps and no overlaps, even where ``x`` has no step."""
+    below = 1
+    for dim in reversed(_memory_order(x)):
+        if x.shape[dim] != 1 and x.stride(dim) != below:
+            return False
+        below *= x.shape[dim]
+    return True
 
 
 def _empty_step(x: Tensor) -> Tensor:
@@ -326,7 +341,9 @@ def _backward_reference(
         carry = torch.zeros_like(potential) if final_grads is None else final_grads[part]
         for t in reversed(range(steps)):
             h = charged.pop()
-            sg = derivative(h - neuron.v_threshold)
+            u = h - neuron.v_threshold
+            sg = derivative(u)
+            check_derivative(sg, u)
             spike_grad = torch.zeros_like(h) if spike_grads is None else spike_grads[t, part].float()
             if neuron.v_reset is None:
                 passed = carry
@@ -616,10 +633,10 @@ def _spike_gradient_fake(grad: Tensor, weight_t: Tensor, dtype: torch.dtype) -> 
 
 
 for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("spike_gradient", _spike_gradient, _key)
-    LIBRARY.impl("neuron_forward", _forward, _key)
-    LIBRARY.impl("neuron_backward", _backward, _key)
-    LIBRARY.impl("neuron_backward_", _backward_in_place, _key)
+    LIBRARY.impl("spike_gradient", without_autocast(_spike_gradient), _key)
+    LIBRARY.impl("neuron_forward", without_autocast(_forward), _key)
+    LIBRARY.impl("neuron_backward", without_autocast(_backward), _key)
+    LIBRARY.impl("neuron_backward_", without_autocast(_backward_in_place), _key)
 torch.library.register_fake("lightning_memopt::spike_gradient", _spike_gradient_fake, lib=LIBRARY)
 torch.library.register_fake("lightning_memopt::neuron_forward", _forward_fake, lib=LIBRARY)
 torch.library.register_fake("lightning_memopt::neuron_backward", _backward_fake, lib=LIBRARY)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from lightning_memopt.ops import dispatch
+from lightning_memopt.ops.autocast import without_autocast
 from lightning_memopt.ops.bit_pack import bit_unpack
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
 
@@ -50,7 +51,7 @@ _MIXED_ADD = "dtype_out" in torch.ops.aten.addmm.overloads() and TorchVersion(to
 _LIBRARY = torch.library.Library("lightning_memopt", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor packed, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIBRARY.define(
-    "packed_linear_grad_weight(Tensor packed, Tensor grad, int in_features, bool transposed=False) -> Tensor"
+    "packed_linear_grad_weight(Tensor packed, Tensor grad, SymInt in_features, bool transposed=False) -> Tensor"
 )
 
 
@@ -84,27 +85,34 @@ _TILES = {
 
 def check_packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless the arguments of a packed product fit each other."""
-    given = f"packed {_describe(packed)}, weight {_describe(weight)}"
-    if bias is not None:
-        given += f", bias {_describe(bias)}"
+
+    def given() -> str:
+        return describe_product(packed, weight, bias)
+
     if weight.dtype not in WEIGHT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         raise ValueError(
-            f"packed_linear takes a weight of float32, float16 or bfloat16 and a bias of the same dtype, got {given}."
+            f"packed_linear takes a weight of float32, float16 or bfloat16 and a bias of the same dtype, got {given()}."
         )
     if packed.dtype != torch.uint8:
         raise ValueError(
-            f"packed_linear takes spikes packed by bit_pack_spike_dense, which are uint8, got {given}. Gradients exist "
-            "for the weight and the bias only."
+            f"packed_linear takes spikes packed by bit_pack_spike_dense, which are uint8, got {given()}. Gradients "
+            "exist for the weight and the bias only."
         )
     if packed.dim() != 2 or weight.dim() != 2 or packed.shape[1] != (weight.shape[1] + 7) // 8:
         raise ValueError(
-            f"packed_linear takes packed [M, ceil(K / 8)] and weight [N, K], got {given}. Pack every row by itself, "
+            f"packed_linear takes packed [M, ceil(K / 8)] and weight [N, K], got {given()}. Pack every row by itself, "
             "with bit_pack_spike_dense."
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(f"packed_linear takes a bias [N] for a weight [N, K], got {given}.")
+        raise ValueError(f"packed_linear takes a bias [N] for a weight [N, K], got {given()}.")
     if weight.device != packed.device or (bias is not None and bias.device != packed.device):
-        raise ValueError(f"packed_linear takes tensors on one device, got {given}.")
+        raise ValueError(f"packed_linear takes tensors on one device, got {given()}.")
+
+
+def describe_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """The shapes, dtypes and devices of a product, for an error."""
+    text = f"packed {_describe(packed)}, weight {_describe(weight)}"
+    return text if bias is None else f"{text}, bias {_describe(bias)}"
 
 
 def _describe(tensor: Tensor) -> str:
@@ -235,18 +243,21 @@ def _reference(packed: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
 
 def check_grad_weight(packed: Tensor, grad: Tensor, in_features: int) -> None:
     """Raise ValueError unless the arguments of a weight gradient fit each other."""
-    given = f"packed {_describe(packed)}, grad {_describe(grad)}, in_features {in_features}"
+
+    def given() -> str:
+        return f"packed {_describe(packed)}, grad {_describe(grad)}, in_features {in_features}"
+
     if packed.dtype != torch.uint8 or grad.dtype not in WEIGHT_DTYPES:
         raise ValueError(
             f"packed_linear_grad_weight takes packed spikes of uint8 and a grad of float32, float16 or bfloat16, got "
-            f"{given}."
+            f"{given()}."
         )
     if packed.dim() != 2 or grad.dim() != 2 or packed.shape[0] != grad.shape[0]:
-        raise ValueError(f"packed_linear_grad_weight takes packed [M, ceil(K / 8)] and grad [M, N], got {given}.")
+        raise ValueError(f"packed_linear_grad_weight takes packed [M, ceil(K / 8)] and grad [M, N], got {given()}.")
     if in_features < 0 or packed.shape[1] != (in_features + 7) // 8:
-        raise ValueError(f"packed_linear_grad_weight takes ceil(in_features / 8) bytes a row, got {given}.")
+        raise ValueError(f"packed_linear_grad_weight takes ceil(in_features / 8) bytes a row, got {given()}.")
     if grad.device != packed.device:
-        raise ValueError(f"packed_linear_grad_weight takes tensors on one device, got {given}.")
+        raise ValueError(f"packed_linear_grad_weight takes tensors on one device, got {given()}.")
 
 
 def _grad_weight_empty(grad: Tensor, in_features: int, transposed: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -390,8 +401,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("packed_linear", _packed_linear, _key)
-    _LIBRARY.impl("packed_linear_grad_weight", _grad_weight, _key)
+    _LIBRARY.impl("packed_linear", without_autocast(_packed_linear), _key)
+    _LIBRARY.impl("packed_linear_grad_weight", without_autocast(_grad_weight), _key)
 torch.library.register_fake("lightning_memopt::packed_linear", _packed_linear_fake, lib=_LIBRARY)
 torch.library.register_fake("lightning_memopt::packed_linear_grad_weight", _grad_weight_fake, lib=_LIBRARY)
 

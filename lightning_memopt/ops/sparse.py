@@ -30,9 +30,9 @@ _BLOCK_BITS = 128 * _THREADS
 _SLICE = 1 << 18
 
 _LIBRARY = torch.library.Library("lightning_memopt", "FRAGMENT")
-_LIBRARY.define("bit_count(Tensor packed, int numel) -> Tensor")
-_LIBRARY.define("bit_positions(Tensor packed, int numel, int capacity) -> (Tensor positions, Tensor count)")
-_LIBRARY.define("scatter_positions(Tensor positions, int numel, ScalarType dtype) -> Tensor")
+_LIBRARY.define("bit_count(Tensor packed, SymInt numel) -> Tensor")
+_LIBRARY.define("bit_positions(Tensor packed, SymInt numel, SymInt capacity) -> (Tensor positions, Tensor count)")
+_LIBRARY.define("scatter_positions(Tensor positions, SymInt numel, ScalarType dtype) -> Tensor")
 
 
 def position_dtype(numel: int) -> torch.dtype:

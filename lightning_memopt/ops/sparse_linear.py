@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
-from lightning_memopt.ops.packed_linear import packed_linear
+from lightning_memopt.ops.packed_linear import describe_product, packed_linear
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -93,29 +93,27 @@ def _layout(rows: int, features: int, inputs: int, capability: tuple[int, int], 
     return _Layout(slab, -(-inputs // slab), row_groups, strips, strips * columns)
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-
-
 def _check(packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    given = f"packed {_describe(packed)}, weight {_describe(weight)}"
-    if bias is not None:
-        given += f", bias {_describe(bias)}"
+
+    def given() -> str:
+        return describe_product(packed, weight, bias)
+
     if weight.dtype not in _NAMES or (bias is not None and bias.dtype != weight.dtype):
         raise ValueError(
-            f"sparse_linear takes a weight of float32, float16 or bfloat16 and a bias of the same dtype, got {given}."
+            f"sparse_linear takes a weight of float32, float16 or bfloat16 and a bias of the same dtype, got {given()}."
         )
     if packed.dtype != torch.uint8 or packed.dim() != 2 or weight.dim() != 2:
-        raise ValueError(f"sparse_linear takes packed [M, ceil(K / 8)] of uint8 and weight [N, K], got {given}.")
-    if packed.shape[1] != (weight.shape[1] + 7) // 8 or max(weight.shape) >= 2**31 - 1024:
+        raise ValueError(f"sparse_linear takes packed [M, ceil(K / 8)] of uint8 and weight [N, K], got {given()}.")
+    features, inputs = weight.shape
+    if packed.shape[1] != (inputs + 7) // 8 or features >= 2**31 - 1024 or inputs >= 2**31 - 1024:
         raise ValueError(
-            f"sparse_linear takes packed [M, ceil(K / 8)] and weight [N, K], N and K below 2**31 - 1024, got {given}. "
-            "Pack every row by itself, with bit_pack_spike_dense."
+            f"sparse_linear takes packed [M, ceil(K / 8)] and weight [N, K], N and K below 2**31 - 1024, got "
+            f"{given()}. Pack every row by itself, with bit_pack_spike_dense."
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(f"sparse_linear takes a bias [N] for a weight [N, K], got {given}.")
+        raise ValueError(f"sparse_linear takes a bias [N] for a weight [N, K], got {given()}.")
     if weight.device != packed.device or (bias is not None and bias.device != packed.device):
-        raise ValueError(f"sparse_linear takes tensors on one device, got {given}.")
+        raise ValueError(f"sparse_linear takes tensors on one device, got {given()}.")
 
 
 def _sparse_linear(packed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -151,6 +151,19 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 @dataclass
+class _Given:
+    """A storage that was given to regions, which are told if it is written to."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    regions: set[int] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody holds it."""
+        return self.storage() is not None
+
+
+@dataclass
 class _InputCount:
     """Running totals of one argument; the flags are tensors on its device, so that nothing waits for it."""
 
@@ -160,7 +173,7 @@ class _InputCount:
     binary: Tensor | bool = True
     any_one: Tensor | bool = False
     steps: int = -1
-    addresses: set[int] = field(default_factory=set)
+    given: dict[int, _Given] = field(default_factory=dict)
     standing: bool = False
 
 
@@ -191,9 +204,8 @@ class Watch(TorchDispatchMode):
         self._counts = [_Count() for _ in regions]
         self._active: list[int] = []
         self.flops = 0  # of the whole forward, regions or not
-        # Address of a storage -> the storage, and the regions it was given to. A dead storage's address is not reused
-        # as long as a weak reference to it is held.
-        self._given: dict[int, tuple[StorageWeakRef, set[int]]] = {}
+        # By address, which may be that of another storage once one has died.
+        self._given: dict[int, _Given] = {}
         self._parameters = {storage_address(p): p for p in model.parameters() if not nn.parameter.is_lazy(p)}
         self._standing = self._parameters.keys() | {storage_address(buffer) for buffer in model.buffers()}
         self._protect = protect
@@ -257,11 +269,13 @@ class Watch(TorchDispatchMode):
                 address = storage_address(tensor)
                 if address in self._standing:
                     continue  # weights and buffers are there anyway
-                storage = StorageWeakRef(tensor.untyped_storage())
-                self._given.setdefault(address, (storage, set()))[1].add(index)
+                given_before = self._given.get(address)
+                if given_before is None or not given_before.alive:
+                    given_before = self._given[address] = _Given(weakref.ref(tensor.untyped_storage()))
+                given_before.regions.add(index)
                 part = (address, int(tensor.storage_offset()), tensor.numel())
                 total = count.inputs.setdefault(name, _InputCount())
-                total.addresses.add(address)
+                total.given[id(given_before)] = given_before
                 self._count_input(total, tensor, direct=value is tensor, again=part in seen)
                 seen.add(part)
 
@@ -296,9 +310,8 @@ class Watch(TorchDispatchMode):
                 self._protect(self._parameters[address])
         out = func(*args, **kwargs)
         for address in written & self._given.keys():
-            storage, regions = self._given[address]
-            if not storage.expired():
-                for index in regions:
+            if self._given[address].alive:
+                for index in self._given[address].regions:
                     if index in self._active:
                         self._counts[index].writes_input = True
                     else:
@@ -314,10 +327,9 @@ class Watch(TorchDispatchMode):
 
     def note_standing(self) -> None:
         """After the forward: find the inputs that are still alive although nothing was stored."""
-        alive = {address for address, (storage, _) in self._given.items() if not storage.expired()}
         for count in self._counts:
             for total in count.inputs.values():
-                total.standing = total.addresses <= alive
+                total.standing = all(given.alive for given in total.given.values())
 
     def observations(self) -> tuple[RegionObservation, ...]:
         """The totals as plain data; waits for the device once."""

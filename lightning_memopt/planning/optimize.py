@@ -276,16 +276,7 @@ def _without_effect(request: _Request) -> list[str]:
     if request.plan is not None:
         return []
     if request.memory_budget is not None:
-        given = [
-            name
-            for name, value, default in (
-                ("level", request.level, 1),
-                ("checkpoint_budget", request.checkpoint_budget, "memory"),
-                ("split_fn", request.split_fn, None),
-            )
-            if value != default
-        ]
-        return [f"{name} has no effect with memory_budget, which finds the plan by itself." for name in given]
+        return []
     level = request.level
     told = []
     if request.split_fn is not None and level < 2:
@@ -322,9 +313,11 @@ def _check_search(model: nn.Module, request: _Request) -> None:
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be a function or None, found a {type(value).__name__}.")
     if request.example_forward is None:
+        asked = f"level {request.level}" if request.memory_budget is None else "memory_budget"
+        nothing = ", or level=0 to change nothing" if request.memory_budget is None else ""
         raise ValueError(
-            f"level {request.level} observes one forward pass and needs example_forward, a function of the model such "
-            "as lambda model: model(batch). Without one, pass a saved plan, or level=0 to change nothing."
+            f"{asked} observes one forward pass and needs example_forward, a function of the model such as "
+            f"lambda model: model(batch). Without one, pass a saved plan{nothing}."
         )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
@@ -353,6 +346,13 @@ def _check_budget(model: nn.Module, request: _Request) -> None:
                     f"{name} counts against memory_budget, which was not given. Give it, or leave {name} out."
                 )
         return
+    settings = {"level": request.level != 1, "checkpoint_budget": request.checkpoint_budget != "memory"}
+    settings |= {"split_fn": request.split_fn is not None}
+    for name, given in settings.items():
+        if given:
+            raise ValueError(
+                f"memory_budget finds the plan by itself and has no use for {name}. Leave one of the two out."
+            )
     _budget_bytes(model, request)
 
 

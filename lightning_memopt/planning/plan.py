@@ -236,6 +236,8 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
+        if self.memory_budget is not None:
+            return f"Plan({self._counts(' regions')}, {self._against_budget()})"
         return f"Plan(level {self.level}, {self._counts(' regions')}, {self._peaks()})"
 
     def _counts(self, regions: str = "") -> str:
@@ -254,7 +256,7 @@ class Plan:
         measured = any(region.saved_bytes is not None for region in self.regions)
         table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
         inputs = sum(region.input_bytes for region in self.recomputed)
-        stored = sum(region.stored_bytes for region in self.recomputed)
+        stored = sum(region.stored_bytes for region in self.treated)
         table.add_column("region", footer=self._counts(), overflow="fold")
         table.add_column("class", overflow="fold")
         table.add_column("treatment", overflow="fold")
@@ -271,13 +273,18 @@ class Plan:
 
     def _title(self) -> str:
         if self.memory_budget is not None:
-            assert self.peak_bytes_after is not None
-            used = (self.peak_bytes_after + self.reserved_bytes) / self.memory_budget
-            reserved = f" and {_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
-            peak = f"peak {_mib(self.peak_bytes_after)} MiB{reserved}, {used:.1%} of it"
-            return f"Memory plan within {_mib(self.memory_budget)} MiB: {peak}"
+            return f"Memory plan: {self._against_budget()}"
         title = f"Memory plan, level {self.level}"
         return title if self.peak_bytes_after is None else f"{title}: {self._peaks()}"
+
+    def _against_budget(self) -> str:
+        """``peak 23.3 MiB and 6.6 MiB for the optimizer, 99.6% of the budget of 30.0 MiB``."""
+        assert self.memory_budget is not None
+        assert self.peak_bytes_after is not None
+        used = (self.peak_bytes_after + self.reserved_bytes) / self.memory_budget
+        reserved = f" and {_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
+        peak = f"peak {_mib(self.peak_bytes_after)} MiB{reserved}"
+        return f"{peak}, {used:.1%} of the budget of {_mib(self.memory_budget)} MiB"
 
     def _peaks(self) -> str:
         if self.peak_bytes_after is None:
@@ -309,7 +316,7 @@ class Plan:
         if self.forward_flops:
             # A backward pass takes about twice the operations of the forward.
             yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"
-        yield f"{self.search_passes} measured steps, {self.search_seconds:.1f} s"
+        yield f"{self.search_passes} measured step{'s' * (self.search_passes > 1)}, {self.search_seconds:.1f} s"
 
 
 def _tried(trials: tuple[Trial, ...]) -> str:
@@ -346,7 +353,7 @@ def _cells(region: RegionPlan, *, measured: bool) -> list[str]:
     cells = [region.class_name, describe_treatment(region)]
     if measured:
         cells.append("" if region.saved_bytes is None else _mib(region.saved_bytes))
-    stored = _mib(region.stored_bytes) if region.treatment == "recompute" else ""
+    stored = _mib(region.stored_bytes) if region.treatment != "keep" else ""
     return [*cells, _mib(region.input_bytes), stored, region.reason]
 
 

@@ -39,7 +39,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
@@ -325,7 +324,7 @@ class _CostWatch(Watch):
         self._sizes: dict[int, int] = {}
         self._bits: dict[int, int] = {}
         self._elements: dict[int, int] = {}
-        self._watched: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._ends: dict[tuple[int, int], weakref.ref[Any]] = {}
         self._alive: dict[int, int] = {}
         self._alive_bytes = 0
         self._casts: dict[tuple[int, torch.dtype], int] = {}
@@ -391,7 +390,7 @@ class _CostWatch(Watch):
 
     def close(self) -> None:
         """Let go of all that was seen."""
-        self._watched.clear()
+        self._ends.clear()
         self._root.body.clear()
         self._stretch = None
 
@@ -425,7 +424,6 @@ class _CostWatch(Watch):
 
     def standing(self) -> set[int]:
         """The storages that are alive now, without copies of weights."""
-        self._sweep()
         return self._alive.keys() - set(self._casts.values())
 
     def number_of(self, tensor: Tensor) -> int | None:
@@ -443,17 +441,16 @@ class _CostWatch(Watch):
             self._alive[number] = self._sizes[number]
             self._alive_bytes += self._sizes[number]
         self._numbers[address] = number
-        if (
-            key is None
-        ):  # autocast's cache keeps a copy of a weight until the forward ends; here it may be cleared before
-            self._watched[number] = address, StorageWeakRef(tensor.untyped_storage())
 
-    def _sweep(self) -> None:
-        """Strike off the storages that have died. Until then nobody is given their addresses."""
-        dead = [number for number, (_, storage) in self._watched.items() if storage.expired()]
-        for number in dead:
-            del self._numbers[self._watched.pop(number)[0]]
-            self._alive_bytes -= self._alive.pop(number)
+        def end(_: object) -> None:
+            # The address may be given to another storage from now on.
+            if self._numbers.get(address) == number:
+                del self._numbers[address]
+            # Autocast's cache keeps a copy of a weight until the forward ends; here it may have been cleared before.
+            if key is None and number in self._alive:
+                self._alive_bytes -= self._alive.pop(number)
+
+        self._ends[number, address] = weakref.ref(tensor.untyped_storage(), end)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, work: Work) -> None:
         """Follow the storages that an operation creates."""
@@ -468,8 +465,6 @@ class _CostWatch(Watch):
             call.work += work
         if self._stretch is not None:
             self._stretch.work += work
-            if self._alive_bytes > self._stretch.peak_bytes:
-                self._sweep()
             self._stretch.peak_bytes = max(self._stretch.peak_bytes, self._alive_bytes)
 
     def _save(self, tensor: Tensor) -> Any:
@@ -502,7 +497,6 @@ class _CostWatch(Watch):
     # -- Calls and stretches ------------------------------------------------------------------------------------------
 
     def _begin_stretch(self) -> None:
-        self._sweep()
         self._stretch = _Stretch(
             sequence_number(),
             self._next,
@@ -526,7 +520,6 @@ class _CostWatch(Watch):
     def entering(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open the books of a call."""
         self._end_stretch()
-        self._sweep()
         around = self._calls[-1]
         if around.region is not None and any(isinstance(c, _Call) and c.index == index for c in around.body):
             around.opens = False

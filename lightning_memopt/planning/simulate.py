@@ -354,7 +354,7 @@ def _holders(
 ) -> tuple[Holder, ...]:
     """Everything alive at ``peak``; a storage belongs to the first region that holds it."""
     by_name: Counter[str] = Counter()
-    by_name["parameters, buffers, optimizer state, batch"] += costs.base_bytes
+    by_name["what is alive throughout (weights, batch, all else that the process holds)"] += costs.base_bytes
     by_name["what earlier steps took beyond the prediction"] += offsets.at(peak.kind)
     if peak.kind == "optimizer":
         by_name["gradients of parameters"] += optimizer_bytes(costs) - costs.base_bytes - costs.optimizer_peak_bytes

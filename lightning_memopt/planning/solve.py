@@ -255,7 +255,7 @@ def why(costs: StepCosts, solution: Solution) -> tuple[Reason, ...]:
         >>> block = RegionCosts("block", (keep, again), {}, 0, 0)
         >>> step = StepCosts(0, (block,), ({}, {}), 0, 0, 0, 9.0, 0, "ms")
         >>> [reason.text for reason in why(step, solve(step, 2 * 2**20))]
-        ['keep would save 1.5 ms, but the end of the forward pass would take 1.0 MiB more than the budget']
+        ['keep would be 1.5 ms faster, but the end of the forward pass would take 1.0 MiB more than the budget']
     """
     visited = visits(costs, solution.assignment)
     sizes = storage_bytes(costs)
@@ -282,7 +282,7 @@ def why(costs: StepCosts, solution: Solution) -> tuple[Reason, ...]:
         at_peak = int(np.argmax(alive))
         over = max(0, int(alive[at_peak]) - limit)
         faster = sum(visited[call].choice.extra - now.choice.extra for call, now in changed.items())
-        text = f"{in_words(cheaper.choice)} would save {_time_in_words(faster, costs)}, "
+        text = f"{in_words(cheaper.choice)} would {_faster_in_words(faster, costs)}, "
         text += (
             f"but {moments[at_peak]} would take {format_bytes(over)} more than {limit_words}"
             if over
@@ -348,7 +348,7 @@ def _with_one_change(before: _AsPlanned, at: int, old: ChoiceCost, new: ChoiceCo
 
 def in_words(choice: Choice) -> str:
     """``recompute, 1-bit inputs, 4 time chunks``."""
-    parts = [choice.treatment.replace("_", " ")]
+    parts: list[str] = [choice.treatment]
     if choice.compressor is not None:
         parts.append("1-bit inputs" if choice.compressor == "bit" else f"{choice.compressor} inputs")
     if choice.chunks > 1:
@@ -367,8 +367,10 @@ def _with_choice(visit: Visit, choice: Choice) -> Visit:
     return replace(visit, choice=same[0]) if same else visit
 
 
-def _time_in_words(extra: float, costs: StepCosts) -> str:
-    return f"{extra:.3g} ms" if costs.unit == "ms" else f"{format_bytes(int(extra))} moved"
+def _faster_in_words(extra: float, costs: StepCosts) -> str:
+    if costs.unit == "ms":
+        return f"be {extra:.3g} ms faster"
+    return f"move {format_bytes(int(extra))} less"
 
 
 def trade_off(costs: StepCosts, correction: Correction | int = 0) -> TradeOff:

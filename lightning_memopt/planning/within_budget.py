@@ -11,6 +11,7 @@ and where there is none the budget is refused with the smallest peak there is an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ MOST_STEPS = 3
 _CLOSE = 0.02
 # Where memory ran out, nobody knows how much was missing: so much more than the budget is assumed.
 _OUT_OF_MEMORY = 1.1
+# A tenth of a MiB: sizes in messages have one decimal.
+_TENTH = 2**20 / 10
 # Holders that a refusal names.
 _NAMED = 4
 
@@ -126,11 +129,13 @@ def _refusal(
     known = same[-1].peak_bytes if same else None
     least_bytes = (known if known is not None else max(predicted, budget_bytes - reserved_bytes + 1)) + reserved_bytes
     how = "measured" if known is not None else "predicted from measured steps" if measured else "predicted"
-    reserved = f"{format_bytes(reserved_bytes)} that are reserved (the state of optimizers), " if reserved_bytes else ""
+    reserved = f"{format_bytes(reserved_bytes)} that the optimizer will hold, " if reserved_bytes else ""
+    at_least = f"{math.ceil(least_bytes / _TENTH) / 10:.1f} MiB"
+    smaller = "" if least.simulated.peak.kind == "optimizer" else ", or use a smaller batch"
     return MemoryBudgetError(
         f"No plan keeps a training step within {format_bytes(budget_bytes)}. The smallest peak that any plan has is "
-        f"{format_bytes(least_bytes)} ({how}), in {least.simulated.peak}, where these are alive: "
-        f"{reserved}{_said(least.simulated)}. Allow at least {format_bytes(least_bytes)}, or use a smaller batch.",
+        f"{least_bytes} bytes ({how}), in {least.simulated.peak}, where these are alive: {reserved}"
+        f"{_said(least.simulated)}. Allow at least {at_least}{smaller}.",
         least_bytes,
     )
 
