@@ -1316,7 +1316,7 @@ def test_transforms_of_torch_func_run_through_a_treated_region() -> None:
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_options_of_another_treatment_are_refused(treatment: Any, options: dict[str, Any]) -> None:
     layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=f"{next(iter(options))} belong to treatment='recompute'"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: only for treatment='recompute'"):
         checkpoint_module(layer, treatment=treatment, **options)
     assert type(layer) is nn.Linear
 
@@ -1357,7 +1357,7 @@ def test_a_plan_holds_and_applies_every_treatment() -> None:
 def test_a_plan_that_gives_a_treatment_what_it_does_not_take_changes_nothing() -> None:
     region = RegionPlan("0", "Sequential", "pack", "by hand", compressor="bit", compressed_args=(0,))
     model = small_model()
-    with pytest.raises(ValueError, match="compressor, compressed_args belong to treatment='recompute'"):
+    with pytest.raises(ValueError, match="compressor, compressed_args: only for treatment='recompute'"):
         apply_plan(model, Plan(regions=(RegionPlan("1", "Sequential", "recompute", "by hand"), region)))
     assert not any(map(is_checkpointed, model))
     assert applied_plan(model) is None
