@@ -21,19 +21,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.metadata
 import json
-import math
-import platform
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
@@ -41,6 +35,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from training_steps import (
+    MIB,
+    environment,
+    escaped,
+    finish_step,
+    gradients_of,
+    interleaved_times,
+    max_relative_difference,
+    seeded_step,
+    storage_bytes,
+    synchronize,
+    tensors_of,
+)
 
 from lightning_memopt.measuring import measure_memory
 
@@ -56,8 +63,6 @@ COLUMNS = (
     "max_rel_grad_diff",
     "error",
 )
-MIB = 2**20
-STEP_SEED = 1234
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,6 @@ class PassCounter:
         self.backward += 1
 
 
-def seeded_step(benchmark: Benchmark, device: torch.device, precision: Precision) -> Callable[[nn.Module], Tensor]:
-    """The loss of one training step as a function of the model, with the same random numbers at every call."""
-
-    def step(model: nn.Module) -> Tensor:
-        benchmark.reset(model)
-        torch.manual_seed(STEP_SEED)
-        with _autocast(device, precision):
-            return benchmark.loss(model, benchmark.batch)
-
-    return step
-
-
 def optimize(
     implementation: str, model: nn.Module, benchmark: Benchmark, level: int, counter: PassCounter
 ) -> nn.Module:
@@ -148,7 +141,7 @@ def measure_levels(
     )
     step = seeded_step(benchmark, device, precision)
     plain = copy.deepcopy(benchmark.model)
-    plain_gradients = _gradients(dict(plain.named_parameters()), lambda: step(plain))
+    plain_gradients = gradients_of(dict(plain.named_parameters()), lambda: step(plain))
     finish_step(plain, benchmark)
 
     rows: list[Row] = []
@@ -157,14 +150,14 @@ def measure_levels(
         for implementation in implementations:
             report(f"{implementation} level {level}: search, gradients, peak")
             model = copy.deepcopy(benchmark.model)
-            others = [*_tensors_of([benchmark.model, plain, *models]), *plain_gradients.values()]
+            others = [*tensors_of([benchmark.model, plain, *models]), *plain_gradients.values()]
             row, optimized = _search_and_measure(
                 implementation, level, model, benchmark, device, step, plain_gradients, others
             )
             rows.append(row)
             models.append(optimized)
     report(f"timing: {warmup_steps} warm-up and {steps} measured rounds")
-    times = _interleaved_times(models, benchmark, step, device, steps=steps, warmup_steps=warmup_steps)
+    times = interleaved_times(models, benchmark, step, device, steps=steps, warmup_steps=warmup_steps)
     return [
         replace(row, step_ms=statistics.median(taken), step_ms_all=tuple(taken)) if taken else row
         for row, taken in zip(rows, times, strict=True)
@@ -185,12 +178,12 @@ def _search_and_measure(
     # By name before anything is wrapped: an implementation may rename parameters as long as it keeps them.
     parameters = dict(model.named_parameters())
     try:
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         model = optimize(implementation, model, benchmark, level, counter)
-        _synchronize(device)
+        synchronize(device)
         search_s = time.perf_counter() - started
-        difference = max_relative_difference(_gradients(parameters, lambda: step(model)), plain_gradients)
+        difference = max_relative_difference(gradients_of(parameters, lambda: step(model)), plain_gradients)
         finish_step(model, benchmark)
         peak_bytes = measure_memory(lambda: step(model).backward(), device=device).peak_bytes
     except Exception as error:
@@ -202,7 +195,7 @@ def _search_and_measure(
         implementation,
         level,
         # The other copies of the model wait on the same device for their turn: they are not this step's memory.
-        peak_bytes=peak_bytes - _storage_bytes(others, device),
+        peak_bytes=peak_bytes - storage_bytes(others, device),
         search_s=search_s,
         search_passes=counter.forward + counter.backward,
         search_forward_passes=counter.forward,
@@ -210,107 +203,6 @@ def _search_and_measure(
         max_rel_grad_diff=difference,
     )
     return row, model
-
-
-def max_relative_difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest ``max|g - e| / max|e|`` over the parameters; infinite where a gradient is missing or not a number."""
-    if gradients.keys() != expected.keys():
-        return math.inf
-    worst = 0.0
-    for name, reference in expected.items():
-        difference = (gradients[name] - reference).abs().max().item()
-        if difference == 0.0:
-            continue
-        scale = reference.abs().max().item()
-        ratio = difference / scale if scale > 0.0 else math.inf
-        worst = max(worst, ratio if math.isfinite(ratio) else math.inf)
-    return worst
-
-
-def finish_step(model: nn.Module, benchmark: Benchmark) -> None:
-    """Leave nothing of a step alive: no gradients, no neuron state and no graph that hangs on it."""
-    model.zero_grad(set_to_none=True)
-    benchmark.reset(model)
-
-
-def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], Tensor]) -> dict[str, Tensor]:
-    for parameter in parameters.values():
-        parameter.grad = None
-    step().backward()
-    return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
-
-
-def _interleaved_times(
-    models: Sequence[nn.Module | None],
-    benchmark: Benchmark,
-    step: Callable[[nn.Module], Tensor],
-    device: torch.device,
-    *,
-    steps: int,
-    warmup_steps: int,
-) -> list[list[float]]:
-    """Milliseconds of each step of each model. A round runs every model once, so that drift meets all of them alike."""
-    times: list[list[float]] = [[] for _ in models]
-    order = [index for index, model in enumerate(models) if model is not None]
-    for round_index in range(warmup_steps + steps):
-        # Every other round runs backwards: no model always follows the same neighbour.
-        for index in order if round_index % 2 == 0 else reversed(order):
-            model = models[index]
-            assert model is not None
-            _synchronize(device)
-            started = time.perf_counter()
-            step(model).backward()
-            _synchronize(device)
-            taken = (time.perf_counter() - started) * 1e3
-            finish_step(model, benchmark)
-            if round_index >= warmup_steps:
-                times[index].append(taken)
-    return times
-
-
-def _tensors_of(models: Iterable[nn.Module | None]) -> list[Tensor]:
-    """Parameters and buffers: all that a model leaves alive after :func:`finish_step`."""
-    return [tensor for model in models if model is not None for tensor in (*model.parameters(), *model.buffers())]
-
-
-def _storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the distinct storages behind ``tensors``, as the device's allocator counts them."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == device.type
-    }
-    # The CUDA caching allocator hands out multiples of 512 bytes.
-    granule = 512 if device.type == "cuda" else 1
-    return sum(-(-size // granule) * granule for size in storages.values())
-
-
-def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and command line that a reader needs to repeat the run."""
-    distributions = ("torch", "lightning", "spikingjelly", "lightning-memopt")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "versions": {distribution: _version(distribution) for distribution in distributions},
-        "python": platform.python_version(),
-        "device": str(device),
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
@@ -334,10 +226,6 @@ def table(rows: Sequence[Row], title: str) -> Table:
             "0" if row.max_rel_grad_diff == 0 else f"{row.max_rel_grad_diff:.1e}",
         )
     return view
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -377,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.peer:
             import_peer()
     except MissingLibraryError as error:
-        console.print(f"[red]{_escape(str(error))}[/red]")
+        console.print(f"[red]{escaped(str(error))}[/red]")
         return 2
     precision: Precision = options.precision or (benchmark.full_precision if options.device == "cuda" else "32")
     title = f"{benchmark.description}, {'bf16 autocast' if precision == 'bf16' else 'fp32'}, {options.device}"
@@ -397,9 +285,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows, title))
     for row in rows:
         if row.error is not None:
-            console.print(f"{row.implementation} level {row.level}: [red]{_escape(row.error)}[/red]")
+            console.print(f"{row.implementation} level {row.level}: [red]{escaped(row.error)}[/red]")
     console.print(f"{about['device_name']}, {about['threads']} threads; {versions}")
-    console.print(_escape(about["command"]))
+    console.print(escaped(about["command"]))
     if options.json is not None:
         document = {
             "model": benchmark.name,

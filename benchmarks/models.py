@@ -10,7 +10,8 @@ that two CPU cores train in one or two seconds a step; ``size="tiny"`` is for sm
 enough to be the same at every size but ``"tiny"``: T=16, N=512, C=512.
 
 Neurons run in SpikingJelly's multi-step mode on its plain PyTorch path. Layers come from SpikingJelly where it ships
-the model; the others follow their papers.
+the model; the others follow their papers. ``resnet`` is torchvision's, for a network without neurons that has batch
+norms; ``gpt`` needs torch only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 Size = Literal["full", "small", "tiny"]
 Precision = Literal["32", "bf16"]
 
-MODELS = ("block", "vgg", "sew_resnet34", "spikformer", "gpt")
+MODELS = ("block", "vgg", "sew_resnet34", "spikformer", "gpt", "resnet")
 
 
 class MissingLibraryError(ImportError):
@@ -56,14 +57,14 @@ def build(name: str, *, size: Size = "small", seed: int = 0) -> Benchmark:
 
     Raises:
         ValueError: ``name`` or ``size`` is unknown.
-        MissingLibraryError: the model needs SpikingJelly and it is not installed.
+        MissingLibraryError: the model needs SpikingJelly or torchvision and it is not installed.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
     if size not in ("full", "small", "tiny"):
         raise ValueError(f"unknown size {size!r}; choose 'full', 'small' or 'tiny'")
-    if name == "gpt":
-        builder = _gpt
+    if name in ("gpt", "resnet"):
+        builder = _gpt if name == "gpt" else _resnet
     else:
         try:
             import spikingjelly.activation_based  # noqa: F401
@@ -165,6 +166,50 @@ def _gpt(size: Size) -> Benchmark:
         loss=next_token_loss,
         targets=(GPTBlock,),
         split_fn=split_gpt_block,
+        can_chunk=never_chunk,
+        reset=keep_state,
+        full_precision="bf16",
+    )
+
+
+def split_into_layers(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers of a residual block, each of which runs once."""
+    layers = tuple(layer for layer in module.children() if not isinstance(layer, nn.ReLU))
+    return layers if len(layers) > 1 and not isinstance(module, nn.Sequential) else ()
+
+
+def classification_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Cross-entropy of the logits; ``batch`` is ``(images [N, 3, H, W], labels [N])``."""
+    images, labels = batch
+    return F.cross_entropy(model(images).float(), labels)
+
+
+def _resnet(size: Size) -> Benchmark:
+    try:
+        from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet, resnet18, resnet50
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"the 'resnet' benchmark is torchvision's ResNet and torchvision could not be imported ({error}); "
+            "install it with: pip install torchvision (--model gpt needs torch only)"
+        ) from error
+    samples, pixels, classes = {"full": (64, 224, 1000), "small": (32, 96, 100), "tiny": (8, 64, 10)}[size]
+    if size == "full":
+        network, label = resnet50(num_classes=classes), "ResNet-50"
+    elif size == "small":
+        network, label = resnet18(num_classes=classes), "ResNet-18"
+    else:
+        # Two stages: the weights of the others would take more than all activations at this size.
+        network, label = ResNet(BasicBlock, [2, 2, 1, 1], num_classes=classes), "ResNet, two stages of two blocks"
+        network.layer3 = network.layer4 = nn.Identity()
+        network.fc = nn.Linear(128, classes)
+    return Benchmark(
+        name="resnet",
+        description=f"{label} (torchvision), batch {samples}, {pixels}x{pixels}",
+        model=network,
+        batch=(torch.randn(samples, 3, pixels, pixels), torch.randint(classes, (samples,))),
+        loss=classification_loss,
+        targets=(BasicBlock, Bottleneck),
+        split_fn=split_into_layers,
         can_chunk=never_chunk,
         reset=keep_state,
         full_precision="bf16",

@@ -31,7 +31,7 @@ def levels() -> Iterator[ModuleType]:
         yield levels
     finally:
         sys.path.remove(str(BENCHMARKS))
-        for name in ("levels", "models", "spiking_models"):
+        for name in ("levels", "training_steps", "models", "spiking_models"):
             sys.modules.pop(name, None)
 
 
@@ -126,7 +126,7 @@ def test_the_json_says_how_to_repeat_the_run(block_at_reference_size: dict[str, 
     assert document["precision"] == "32"
 
 
-@pytest.mark.parametrize("model", ["block", "vgg", "sew_resnet34", "spikformer", "gpt"])
+@pytest.mark.parametrize("model", ["block", "vgg", "sew_resnet34", "spikformer", "gpt", "resnet"])
 def test_every_model_runs_through_both_implementations(levels: ModuleType, tmp_path: Path, model: str) -> None:
     document = run_in_process(levels, tmp_path, "--model", model, "--quick", "--levels", "0", "1", "--peer")
     rows = rows_by_key(document)
@@ -166,7 +166,7 @@ def test_what_the_peer_cannot_do_on_a_cpu_is_a_row_with_its_error(
     assert "CUDA" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("model", ["block", "vgg", "sew_resnet34", "spikformer", "gpt"])
+@pytest.mark.parametrize("model", ["block", "vgg", "sew_resnet34", "spikformer", "gpt", "resnet"])
 def test_regions_of_every_model_exist_and_split_into_parts_of_their_own(levels: ModuleType, model: str) -> None:
     benchmark = levels.build(model, size="tiny")
     regions = [module for module in benchmark.model.modules() if isinstance(module, benchmark.targets)]
@@ -228,7 +228,7 @@ def test_implementations_take_turns_and_warm_up_steps_do_not_count(levels: Modul
         order.append(next(index for index, other in enumerate(models) if other is model))
         return model(torch.ones(1, 1)).sum()
 
-    times = levels._interleaved_times(models, benchmark, step, torch.device("cpu"), steps=3, warmup_steps=1)
+    times = levels.interleaved_times(models, benchmark, step, torch.device("cpu"), steps=3, warmup_steps=1)
     assert order == [0, 2, 2, 0, 0, 2, 2, 0]
     assert [len(taken) for taken in times] == [3, 0, 3]
     assert all(parameter.grad is None for model in models if model is not None for parameter in model.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.accounting import plot_timeline
+from lightning_memopt.accounting import plot_frontier, plot_timeline
 from lightning_memopt.measuring import MemoryPoint, StepMemory, measure_memory
 
 MIB = 2**20
@@ -76,6 +76,39 @@ def test_no_reports_and_reports_without_a_timeline_are_refused() -> None:
         plot_timeline({"big": StepMemory(2, 1, 1, 1.0, "cuda:0")})
 
 
+def test_the_budget_is_a_line_across_the_step_and_always_in_sight() -> None:
+    after = _report((0.0, MIB), (1.0, 3 * MIB), (2.0, MIB))
+    axes = plot_timeline({"after": after}, budget=8 * MIB).axes[0]
+    line = next(line for line in axes.get_lines() if line.get_label() == "budget 8.0 MiB")
+    assert list(line.get_ydata()) == [8.0, 8.0]
+    assert axes.get_ylim()[1] > 8.0
+    assert not any("budget" in str(line.get_label()) for line in plot_timeline({"after": after}).axes[0].get_lines())
+
+
+def test_a_frontier_goes_from_the_smallest_peak_to_the_largest() -> None:
+    ours = [(4 * MIB, 1.0), (MIB, 3.0), (2 * MIB, 2.0)]
+    axes = plot_frontier({"ours": ours, "other": [(3 * MIB, 2.5)]}, chosen=(2 * MIB, 2.0), budget=3 * MIB).axes[0]
+    curves = {str(line.get_label()): line for line in axes.get_lines()}
+    assert list(curves) == ["ours", "other", "budget 3.0 MiB", "chosen: 2.0 MiB"]
+    assert list(curves["ours"].get_xdata()) == [1.0, 2.0, 4.0]
+    assert list(curves["ours"].get_ydata()) == [3.0, 2.0, 1.0]
+    assert list(curves["budget 3.0 MiB"].get_xdata()) == [3.0, 3.0]
+    assert (list(curves["chosen: 2.0 MiB"].get_xdata()), list(curves["chosen: 2.0 MiB"].get_ydata())) == ([2.0], [2.0])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("peak [MiB]", "step time [ms]")
+
+
+def test_a_frontier_is_saved_and_names_its_unit_of_time(tmp_path: Path) -> None:
+    figure = plot_frontier([(MIB, 1.0)], tmp_path / "new" / "frontier.png", time_label="bytes moved")
+    assert (tmp_path / "new" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert figure.axes[0].get_ylabel() == "bytes moved"
+
+
+@pytest.mark.parametrize(("points", "message"), [([], "no point"), ({}, "no point"), ({"a": []}, "no point for 'a'")])
+def test_a_frontier_without_points_is_refused(points: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plot_frontier(points)
+
+
 def test_without_matplotlib_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_import = builtins.__import__
 
@@ -93,3 +126,5 @@ def test_without_matplotlib_the_extra_to_install_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(ModuleNotFoundError, match=r"lightning-memopt\[plots\]"):
         plot_timeline({"a": _report((0.0, 0), (1.0, MIB))})
+    with pytest.raises(ModuleNotFoundError, match=r"plot_frontier.*lightning-memopt\[plots\]"):
+        plot_frontier([(MIB, 1.0)])
