@@ -463,13 +463,13 @@ def gates_table(gates: Sequence[Gate]) -> Table:
     return view
 
 
-def _read(document: Mapping[str, Any]) -> tuple[dict[str, PlainModel], dict[str, list[Row]]]:
-    """Plain models and rows of a file that :func:`main` wrote; rows with an error are measured again."""
+def _read(document: Mapping[str, Any], again: Sequence[str]) -> tuple[dict[str, PlainModel], dict[str, list[Row]]]:
+    """Plain models and rows of a file that :func:`main` wrote; without errors of models that are measured again."""
     names = {field.name for field in fields(Row)}
     known = {entry["model"]: PlainModel(**entry) for entry in document.get("models", ())}
     rows: dict[str, list[Row]] = {}
     for entry in document.get("rows", ()):
-        if entry["error"] is None:
+        if entry["error"] is None or entry["model"] not in again:
             rows.setdefault(entry["model"], []).append(Row(**{key: entry[key] for key in names & entry.keys()}))
     return known, rows
 
@@ -515,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found != setting:
             console.print(f"[red]{options.json} has {found}, this run is {setting}: use another file[/red]")
             return 2
-    known, rows = _read(document)
+    known, rows = _read(document, again=options.model)
     seconds = solver_seconds()
     gates: list[Gate] = []
     for name in options.model:

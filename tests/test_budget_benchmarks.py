@@ -162,9 +162,10 @@ def test_the_json_says_how_to_repeat_the_run(document: dict[str, Any]) -> None:
 def test_a_run_that_was_stopped_is_resumed(
     budgets: ModuleType, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = {**document, "rows": [row for row in document["rows"] if row["model"] == "gpt" and row["asked"] != "2/3"]}
-    stopped["rows"][0] = {**stopped["rows"][0], "error": "MemoryBudgetError: not this time"}
-    stopped["models"] = [model for model in document["models"] if model["model"] == "gpt"]
+    of_gpt = [row for row in document["rows"] if row["model"] == "gpt" and row["asked"] != "2/3"]
+    of_gpt[0] = {**of_gpt[0], "error": "MemoryBudgetError: not this time"}
+    refused = {**document["rows"][0], "error": "MemoryBudgetError: of a model that is not measured again"}
+    stopped = {**document, "rows": [refused, *of_gpt]}
     file = tmp_path / "budgets.json"
     file.write_text(json.dumps(stopped))
     measured = []
@@ -178,8 +179,10 @@ def test_a_run_that_was_stopped_is_resumed(
     assert budgets.main([*arguments, "--json", str(file), "--resume"]) == 0
     assert measured == ["1/3", "2/3"]
     resumed = json.loads(file.read_text())
-    assert sorted(row["asked"] for row in resumed["rows"]) == ["1/3", "2/3", "3/3", "no extra products"]
-    assert all(row["error"] is None for row in resumed["rows"])
+    assert resumed["rows"][0] == refused
+    again = {row["asked"]: row["error"] for row in resumed["rows"][1:]}
+    assert again == dict.fromkeys(["3/3", "no extra products", "1/3", "2/3"])
+    assert gate_named(resumed, "a plan for every budget")["kept"] is False
 
 
 def test_a_file_of_another_size_is_not_gone_on_with(
