@@ -79,7 +79,8 @@ def require_exact(fits: Tensor, odd: Tensor, claim: Claim) -> None:
         )
     _watch_optimizers()
     device, where = fits.device, claim.where
-    claim = claim._replace(shape=None)
+    if claim.shape is not None:
+        claim = claim._replace(shape=None)
     with _PENDING_LOCK:
         earlier = _PENDING.get((device, where))
         if earlier is not None:
