@@ -50,6 +50,7 @@ import numpy as np
 import torch
 from budget_gates import BLOCK_BUDGET, NO_PRODUCTS, Gate, assess_gates
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
+from reporting import environment, escaped, print_environment, write_document
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -57,8 +58,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from training_steps import (
     MIB,
-    environment,
-    escaped,
     finish_step,
     gradients_of,
     max_relative_difference,
@@ -558,10 +557,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if gate.kept is False:
             for miss in gate.misses:
                 console.print(f"{gate.gate}: {escaped(miss)}")
-    about = environment(device)
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    console.print(f"{about['device_name']}, {about['threads']} threads; {versions}")
-    console.print(escaped(about["command"]))
+    print_environment(console, environment(device))
     if options.json is not None:
         console.print(f"wrote {options.json}")
     return 0
@@ -586,10 +582,7 @@ def _write(
         "rows": [asdict(row) for of_model in rows.values() for row in of_model],
         "gates": [asdict(gate) for gate in gates],
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    unfinished.write_text(json.dumps(document, indent=2) + "\n")
-    unfinished.replace(file)
+    write_document(document, file)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -45,6 +44,7 @@ import torch._functorch.config as functorch_config
 from budgets import Bench, budgets_between, least_budget
 from levels import PEER, PassCounter, import_peer, optimize
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
+from reporting import environment, escaped, print_environment, write_document
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -52,8 +52,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_steps import (
     MIB,
-    environment,
-    escaped,
     finish_step,
     interleaved_times,
     storage_bytes,
@@ -319,9 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row.error is not None:
             console.print(f"{row.implementation} {row.setting}: [red]{escaped(row.error)}[/red]")
     about = environment(device)
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    console.print(f"{about['device_name']}, {about['threads']} threads; {versions}")
-    console.print(escaped(about["command"]))
+    print_environment(console, about)
     if options.json is not None:
         document = {
             "model": benchmark.name,
@@ -332,8 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "columns": COLUMNS,
             "rows": [asdict(row) for row in rows],
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_document(document, options.json)
         console.print(f"wrote {options.json}")
     if options.picture is not None:
         plot_frontier(points_of(rows), options.picture)

@@ -34,11 +34,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.metadata
-import json
 import multiprocessing
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +57,7 @@ from kernel_measuring import (
     describe_error,
     measure_case,
 )
+from reporting import environment, escaped, print_environment, version_of, write_document
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -410,28 +407,12 @@ def make_row(case: Case, measurement: Measurement, ceilings: Ceilings, about: Ma
     )
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and command line that a reader needs to repeat the run."""
-    versions = {name: _version(name) for name in ("torch", "lightning", "lightning-memopt", "spikingjelly")}
-    versions["torch"] = torch.__version__
-    versions["cupy"] = next(filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "versions": versions,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "device": str(device),
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def about_run(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to repeat the run, with the versions that kernels depend on."""
+    about = environment(device)
+    cupy = next(filter(None, map(version_of, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None)
+    about["versions"] |= {"torch": torch.__version__, "cupy": cupy}
+    return {**about, "cuda": torch.version.cuda}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,7 +461,7 @@ def error_lines(rows: Sequence[Row]) -> Iterator[str]:
         where = "; ".join(dict.fromkeys(f"{row.kernel} {row.shape} {row.dtype}" for row in found))
         if len(found) > 2:
             where = f"{len(found)} rows of {', '.join(dict.fromkeys(row.kernel for row in found))}"
-        yield f"{_escape(variant)}, {_escape(where)}: [red]{_escape(error)}[/red]"
+        yield f"{escaped(variant)}, {escaped(where)}: [red]{escaped(error)}[/red]"
 
 
 def _number(value: float | None) -> str:
@@ -494,12 +475,8 @@ def goal_table(goals: Sequence[GoalResult]) -> Table:
         view.add_column(heading)
     for goal in goals:
         color = "green" if goal.status == "reached" else "red" if goal.status.startswith("short") else "dim"
-        view.add_row(goal.goal, goal.target, goal.measured, f"[{color}]{_escape(goal.status)}[/{color}]")
+        view.add_row(goal.goal, goal.target, goal.measured, f"[{color}]{escaped(goal.status)}[/{color}]")
     return view
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -547,7 +524,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = measure(request, announce)
         for index, measurements in results:
             found += [(cases[index], measurement) for measurement in measurements]
-    about = environment(device)
+    about = about_run(device)
     ceilings = find_ceilings(found)
     rows = [make_row(case, measurement, ceilings, about) for case, measurement in found]
     goals = assess_goals(rows, on_gpu=on_gpu)
@@ -557,9 +534,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in error_lines(rows):
         console.print(line)
     console.print(goal_table(goals))
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    console.print(f"{about['device_name']}; {versions}; {time.time() - started:.0f} s")
-    console.print(_escape(about["command"]))
+    print_environment(console, about)
+    console.print(f"{time.time() - started:.0f} s")
     if options.json is not None:
         document = {
             "size": size,
@@ -569,8 +545,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
             "goals": [asdict(goal) for goal in goals],
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_document(document, options.json)
         console.print(f"wrote {options.json}")
     return 0
 

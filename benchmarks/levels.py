@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -31,14 +30,13 @@ from pathlib import Path
 
 import torch
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
+from reporting import environment, escaped, print_environment, write_document
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from training_steps import (
     MIB,
-    environment,
-    escaped,
     finish_step,
     gradients_of,
     interleaved_times,
@@ -281,13 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report=lambda line: status.update(f"{title}: {line}"),
         )
     about = environment(device)
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     console.print(table(rows, title))
     for row in rows:
         if row.error is not None:
             console.print(f"{row.implementation} level {row.level}: [red]{escaped(row.error)}[/red]")
-    console.print(f"{about['device_name']}, {about['threads']} threads; {versions}")
-    console.print(escaped(about["command"]))
+    print_environment(console, about)
     if options.json is not None:
         document = {
             "model": benchmark.name,
@@ -298,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "columns": COLUMNS,
             "rows": [asdict(row) for row in rows],
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_document(document, options.json)
         console.print(f"wrote {options.json}")
     return 0
 

@@ -3,16 +3,12 @@ Training steps that can be compared
 ===================================
 
 What the benchmarks of whole models share: a step with the same random numbers at every call, its gradients and how far
-two of them differ, times of models that take turns, and what a reader needs to repeat a run.
+two of them differ, and times of models that take turns.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -125,29 +121,3 @@ def _autocast(device: torch.device, precision: Precision) -> AbstractContextMana
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and command line that a reader needs to repeat the run."""
-    distributions = ("torch", "lightning", "spikingjelly", "torchvision", "lightning-memopt")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "versions": {distribution: _version(distribution) for distribution in distributions},
-        "python": platform.python_version(),
-        "device": str(device),
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def escaped(text: str) -> str:
-    """Text that rich prints as it is."""
-    return text.replace("[", r"\[")

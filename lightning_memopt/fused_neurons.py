@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_memopt.checkpointing.arguments import offer_payload
 from lightning_memopt.checkpointing.compressors import BitSpikeCompressor, SpikePayload
-from lightning_memopt.functional.neuron import check_neuron, if_spike, lif_spike, transforms_are_active
+from lightning_memopt.checkpointing.engine import in_transform
+from lightning_memopt.functional.neuron import check_neuron, if_spike, lif_spike
 from lightning_memopt.ops.neuron import IF, LIF
 from lightning_memopt.surrogate import BuiltInSurrogate, built_in_surrogate
 
@@ -164,7 +164,7 @@ def _fusable(node: Any, x_seq: object, args: Any, kwargs: Any) -> BuiltInSurroga
         return None
     if x_seq.dim() == 0 or len(x_seq) == 0 or x_seq.layout != torch.strided or x_seq.device.type not in _DEVICES:
         return None
-    if transforms_are_active() or forward_ad._current_level >= 0:
+    if in_transform():
         return None
     if node.store_v_seq or getattr(node, "_neuron_precision", None) is not None:
         return None

@@ -16,23 +16,17 @@ import pytest
 import torch
 from torch import nn
 
+from tests.benchmark_scripts import benchmark_scripts
+
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
 def levels() -> Iterator[ModuleType]:
-    """``benchmarks/levels.py`` imported as the script imports its neighbours: from its own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import levels
-
-        yield levels
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in ("levels", "training_steps", "models", "spiking_models"):
-            sys.modules.pop(name, None)
+    """``benchmarks/levels.py``."""
+    with benchmark_scripts("levels") as [script]:
+        yield script
 
 
 def run_in_process(levels: ModuleType, tmp_path: Path, *arguments: str) -> dict[str, Any]:

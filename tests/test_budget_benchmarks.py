@@ -16,26 +16,16 @@ import torch
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.simulate import simulate
 from lightning_memopt.planning.solve import solve
+from tests.benchmark_scripts import benchmark_scripts
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MIB = 2**20
-_SCRIPTS = ("budgets", "budget_gates", "frontier", "levels", "training_steps", "models", "spiking_models")
 
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
-    """The benchmarks imported as they import each other: from their own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import budget_gates
-        import budgets
-        import frontier
-
-        yield {"budgets": budgets, "gates": budget_gates, "frontier": frontier}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in _SCRIPTS:
-            sys.modules.pop(name, None)
+    """The two benchmarks, and the gates of the first."""
+    with benchmark_scripts("budgets", "budget_gates", "frontier") as [budgets, gates, frontier]:
+        yield {"budgets": budgets, "gates": gates, "frontier": frontier}
 
 
 @pytest.fixture(scope="module", autouse=True)

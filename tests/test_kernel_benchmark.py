@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lightning_memopt.ops.bit_pack import bit_pack
+from tests.benchmark_scripts import benchmark_scripts
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = (
     *("kernel", "variant", "shape", "dtype", "ms_median", "ms_p20", "ms_p80", "gbps_or_tflops", "floor_ms"),
     *("ratio_to_floor", "peak_bytes", "max_rel_err_vs_fp64", "torch", "cupy", "gpu"),
@@ -45,16 +45,9 @@ RIVALS = {
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """``benchmarks/kernels.py`` imported as the script imports its neighbours: from its own folder."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import kernels
-
-        yield kernels
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in ("kernels", "kernel_cases", "kernel_goals", "kernel_measuring"):
-            sys.modules.pop(name, None)
+    """``benchmarks/kernels.py``."""
+    with benchmark_scripts("kernels") as [script]:
+        yield script
 
 
 @pytest.fixture(scope="module")

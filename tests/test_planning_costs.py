@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +28,11 @@ from lightning_memopt.planning.region_costs import ObservedStep, fewest_bits, ob
 from lightning_memopt.planning.regions import Region
 from lightning_memopt.planning.simulate import Assignment, simulate
 from lightning_memopt.planning.trial import loss_of
+from tests.benchmark_scripts import benchmark_scripts
 from tests.planning_models import DeepSpikingBlock, NoisyBlock, Unchanged, spikes, used_noisy_network
 
 CPU = torch.device("cpu")
 RECOMPUTE = Choice("recompute")
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -229,16 +227,9 @@ def errors(step: Step, *, mixes: int = 3) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def models() -> Iterator[ModuleType]:
-    """``benchmarks/models.py``, imported as the scripts beside it do."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import models
-
-        yield models
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in ("models", "spiking_models"):
-            sys.modules.pop(name, None)
+    """``benchmarks/models.py``."""
+    with benchmark_scripts("models") as [script]:
+        yield script
 
 
 def benchmark(models: Any, name: str) -> Step:

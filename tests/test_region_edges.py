@@ -483,3 +483,78 @@ def test_a_part_that_is_compiled_by_itself_may_lie_inside_a_region(way: str) -> 
             model(x).sum().backward()
         for a, b in zip(plain.parameters(), treated.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+def test_an_expanded_input_with_gaps_is_packed_under_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It spans as many elements as it has: 33 with 33 gaps, each 33 times.
+    from lightning_memopt.checkpointing import compiled
+
+    stored = []
+    monkeypatch.setattr(compiled, "require_fit", lambda compressed, *_: stored.append(compressed.payload.data.numel()))
+    x = torch.randint(0, 2, (33, 34)).float()[:, :1].expand(33, 33)
+    plain = nn.Sequential(nn.Linear(33, 33), nn.Tanh())
+    treated = checkpoint_module(copy.deepcopy(plain), compressor=BitSpikeCompressor(), compressed_args=(0,))
+    torch._dynamo.reset()
+    y = torch.compile(treated, backend="aot_eager")(x)
+    assert torch.equal(y, plain(x))
+    # What the compiler was told.
+    assert stored == [compiled._store_fake(x, "bit", "").numel()]
+
+
+class Returns(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def chunked(function: Callable[[Tensor], Any]) -> nn.Module:
+    return checkpoint_module(Returns(function), chunks=3, check_chunks=False)
+
+
+def test_time_chunks_may_return_a_parameter_in_some_pieces() -> None:
+    x = torch.arange(6.0).view(6, 1)
+    block = chunked(lambda piece: nn.Parameter(piece * 1) if piece[0] > 0 else piece * 1)
+    assert torch.equal(block(x), x)
+
+
+def test_time_chunks_may_return_sparse_tensors() -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    y = chunked(lambda piece: piece.relu().to_sparse())(x)
+    y.to_dense().sum().backward()
+    assert torch.equal(y.to_dense(), x.relu())
+    assert torch.equal(x.grad, (x > 0).float())  # type: ignore[arg-type]
+
+
+class Labelled(Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_time_chunks_of_a_tensor_subclass_get_its_gradients() -> None:
+    x = torch.randn(6, 4).as_subclass(Labelled).requires_grad_()
+    chunked(lambda piece: piece * piece)(x).sum().backward()
+    assert type(x.grad) is Labelled
+    assert torch.equal(x.grad.as_subclass(Tensor), 2 * x.detach().as_subclass(Tensor))
+
+
+class Fails(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ArithmeticError
+
+
+def test_gradients_of_time_chunks_hold_nothing_of_a_backward_pass_that_failed() -> None:
+    x = torch.arange(6.0).view(6, 1).requires_grad_()
+    first, both = chunked(lambda p: (p * 2 if p[0] == 0 else p.detach() * 2, Fails.apply(p) if p[0] == 0 else p * 1))(x)
+    with pytest.raises(ArithmeticError):
+        both.sum().backward(retain_graph=True)
+    first.sum().backward()
+    assert torch.equal(x.grad, torch.tensor([2.0, 2, 0, 0, 0, 0]).view(6, 1))  # type: ignore[arg-type]

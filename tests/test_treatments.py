@@ -1361,3 +1361,25 @@ def test_a_plan_that_gives_a_treatment_what_it_does_not_take_changes_nothing() -
         apply_plan(model, Plan(regions=(RegionPlan("1", "Sequential", "recompute", "by hand"), region)))
     assert not any(map(is_checkpointed, model))
     assert applied_plan(model) is None
+
+
+class ScalesByAColumn(nn.Module):
+    """Saves zeros and one other value, expanded from a column: 33 elements with 33 gaps, each 33 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(33, 33))
+        self.noise = torch.randint(0, 2, (33, 34)) * 2.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.noise[:, :1].expand(33, 33) * self.weight
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_expanded_tensors_with_gaps_may_be_saved(treatment: Any) -> None:
+    torch.manual_seed(0)
+    plain = ScalesByAColumn()
+    treated = checkpoint_module(copy.deepcopy(plain), treatment=treatment)
+    for model in (plain, treated):
+        model(torch.zeros(33, 33)).sum().backward()
+    assert torch.equal(plain.weight.grad, treated.weight.grad)

@@ -257,12 +257,15 @@ class MemoryOptimization(Callback):
             module.to(device)
             example = training_example(trainer, module, self.example_forward)
 
+        ranks = Ranks(self.process_group, device)
         with leaving_no_trace(trainer, module), SearchProgress(trainer) as progress:
-            Ranks(self.process_group, device).together("preparing a training step to observe", prepare)
+            ranks.together("preparing a training step to observe", prepare)
             assert example is not None
             if self.verbose:
                 rank_zero_info(f"MemoryOptimization observes {example.source}.")
-            within_budget = {} if self.memory_budget is None else self._within_budget(trainer, module)
+            within_budget = {}
+            if self.memory_budget is not None:
+                within_budget = ranks.attempt("making the optimizers", lambda: self._within_budget(trainer, module))
             optimize_memory(
                 module,
                 self.targets,

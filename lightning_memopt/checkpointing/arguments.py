@@ -126,20 +126,27 @@ class _Packed:
         )
         if not self.requires_grad:
             return self.compressor.decompress(payload)
-        anchor = torch.empty(0, requires_grad=True)
-        return _Unpack.apply(anchor, self.compressor, payload)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            tensor = self.compressor.decompress(payload)
+        return as_result(tensor)
 
 
-class _Unpack(torch.autograd.Function):
-    """Makes the unpacked tensor a result, not a leaf, so that the region may change it in place as in the forward."""
+class _Result(torch.autograd.Function):
+    """Makes a tensor the result of an operation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, compressor: SpikeCompressor, payload: Any) -> Tensor:
-        return compressor.decompress(payload)
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, None
+        return None, None
+
+
+def as_result(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` as a result, not a leaf: a region may change it in place as in the forward."""
+    result: Tensor = _Result.apply(torch.empty(0, requires_grad=True), [tensor.detach()])
+    return result
 
 
 def _allowed_leaves(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int] | None:
@@ -214,7 +221,8 @@ def _payload_bytes(leaves: list[Any]) -> int:
 
 
 # Payloads in use, found by the storage they were made from. Both sides are weak: a payload lives as long as autograd
-# keeps it, and a reused address cannot be mistaken for it, because the storage's own record is held.
+# or the tensor that it was offered for keeps it, and a reused address cannot be mistaken for it, because the storage's
+# own record is held.
 _PAYLOADS: dict[tuple[Any, ...], tuple[StorageWeakRef, list[Any], TreeSpec]] = {}
 _PAYLOADS_SWEEP_AT = [64]
 

@@ -15,7 +15,7 @@ joining them in the end would hold the sequence twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_memopt.checkpointing.engine import in_transform
+from lightning_memopt.checkpointing.layout import is_dense, memory_order
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import restore_snapshot, take_snapshot
@@ -97,7 +98,7 @@ def run_pieces(run: Callable[..., Any], pieces: Sequence[Piece], config: RegionC
             leaves[index] = None  # a piece is free once it is written
             if isinstance(whole, _Joined):
                 _check_piece(leaf, whole, length, config.time_dim, label)
-                whole.write(leaf, start, length)
+                whole.write(leaf, start)
             elif isinstance(leaf, Tensor) or not _equal(leaf, whole):
                 raise ValueError(
                     f"{label}: an output that is no tensor differs between time chunks: {whole!r} and {leaf!r}."
@@ -125,37 +126,45 @@ def _check_piece(leaf: Any, whole: _Joined, length: int, time_dim: int, label: s
 
 def _split(tensor: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
     """Views of ``tensor``, ``chunks`` along ``dim``, whose gradients are written into one tensor."""
-    pieces = tensor.tensor_split(chunks, dim=dim)
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling() or in_transform():
-        return pieces
-    lengths = [piece.shape[dim] for piece in pieces]
-    gradient = _Gradient(tensor, dim, lengths)
+    if not (tensor.requires_grad and torch.is_grad_enabled() and _is_plain(tensor)):
+        return tensor.tensor_split(chunks, dim=dim)
+    pieces = tensor.detach().tensor_split(chunks, dim=dim)
+    gradient = _Gradient(tensor, dim, [piece.shape[dim] for piece in pieces])
     source = _Source.apply(tensor, gradient)
-    plain = tensor.detach().tensor_split(chunks, dim=dim)
-    return [_Part.apply(source, piece, gradient, index) for index, piece in enumerate(plain)]
+    return [_Part.apply(source, piece, gradient, index) for index, piece in enumerate(pieces)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether pieces of ``tensor`` can be written to a place in one tensor."""
+    if torch.compiler.is_compiling() or in_transform():
+        return False
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 class _Gradient:
     """The gradient of a tensor that was split: every piece's part is written when it is known."""
 
     def __init__(self, tensor: Tensor, dim: int, lengths: list[int]) -> None:
-        self.shape, self.stride, self.dim = tensor.shape, tensor.stride(), dim
-        self.dense = _is_dense(tensor)
-        ends = [0, *(sum(lengths[: i + 1]) for i in range(len(lengths)))]
-        self.bounds = list(pairwise(ends))
+        self.shape, self.dim = tensor.shape, dim
+        self.stride = tensor.stride() if is_dense(tensor) else None
+        self.bounds = list(pairwise(accumulate(lengths, initial=0)))
+        self.task = -1
         self.whole: Tensor | None = None
         self.pieces: dict[int, Tensor | None] = {}
 
     def write(self, index: int, piece: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self.task:  # a backward pass that failed may have left some of its pieces
+            self.task, self.whole, self.pieces = task, None, {}
         if torch.is_grad_enabled():  # a gradient of this gradient may be asked for: keep the graph of every piece
             self.pieces[index] = piece
             return
         if self.whole is None:
-            if self.dense:
-                self.whole = torch.empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device)
-            else:
+            if self.stride is None:
                 self.whole = torch.empty(self.shape, dtype=piece.dtype, device=piece.device)
-        self._part(index).copy_(piece)
+            else:
+                self.whole = torch.empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device)
+        self._place(self.whole, index).copy_(piece)
         self.pieces[index] = None
 
     def take(self) -> Tensor:
@@ -164,8 +173,7 @@ class _Gradient:
         missing = [index for index in range(len(self.bounds)) if index not in pieces]
         if whole is not None:
             for index in missing:
-                start, end = self.bounds[index]
-                whole.narrow(self.dim, start, end - start).zero_()
+                self._place(whole, index).zero_()
             return whole
         known = [piece for piece in pieces.values() if piece is not None]
         for index in missing:
@@ -176,10 +184,9 @@ class _Gradient:
         ordered = [piece for _, piece in sorted(pieces.items()) if piece is not None]
         return torch.cat(ordered, dim=self.dim)
 
-    def _part(self, index: int) -> Tensor:
-        assert self.whole is not None
+    def _place(self, whole: Tensor, index: int) -> Tensor:
         start, end = self.bounds[index]
-        return self.whole.narrow(self.dim, start, end - start)
+        return whole.narrow(self.dim, start, end - start)
 
 
 class _Source(Function):
@@ -215,39 +222,35 @@ class _Joined:
     def __init__(self, first: Tensor, total: int, time_dim: int) -> None:
         self.dtype, self.dim, self._time_dim = first.dtype, first.dim(), time_dim
         self._total = total
+        self._plain = _is_plain(first)
         self._whole: Tensor | None = None
+        # What `_Write` returned; where pieces cannot be written, the pieces.
         self._marks: list[Tensor] = []
-        self._lengths: list[int] = []
-        self._outside: list[Tensor] = []
 
-    def write(self, piece: Tensor, start: int, length: int) -> None:
-        if torch.compiler.is_compiling() or in_transform() or type(piece) is not Tensor:
-            self._outside.append(piece)
+    def write(self, piece: Tensor, start: int) -> None:
+        if not self._plain:
+            self._marks.append(piece)
             return
         if self._whole is None:
             shape = list(piece.shape)
             shape[self._time_dim] = self._total
-            strides = piece.stride()
-            order = sorted(range(piece.dim()), key=lambda d: (-strides[d], d)) if _is_dense(piece) else None
-            self._whole = torch.empty_permuted(
-                shape, order or list(range(piece.dim())), dtype=piece.dtype, device=piece.device
-            )
-        place = self._whole.narrow(self._time_dim, start, length)
+            order = memory_order(piece.stride()) if is_dense(piece) else list(range(piece.dim()))
+            self._whole = torch.empty_permuted(shape, order, dtype=piece.dtype, device=piece.device)
+        place = self._whole.narrow(self._time_dim, start, piece.shape[self._time_dim])
         if place.shape != piece.shape:
             raise ValueError(
                 f"Time chunks returned outputs of shapes {tuple(place.shape)} and {tuple(piece.shape)}, which cannot "
                 "be joined: use chunks=1."
             )
         self._marks.append(_Write.apply(piece, place))
-        self._lengths.append(length)
 
     def result(self) -> Tensor:
-        if self._outside:
-            return torch.cat(self._outside, dim=self._time_dim)
+        if not self._plain:
+            return torch.cat(self._marks, dim=self._time_dim)
         assert self._whole is not None
         if not any(mark.requires_grad for mark in self._marks):
             return self._whole
-        whole: Tensor = _Join.apply(self._whole, self._time_dim, self._lengths, *self._marks)
+        whole: Tensor = _Join.apply(self._whole, self._time_dim, *self._marks)
         return whole
 
 
@@ -268,24 +271,14 @@ class _Join(Function):
     """The whole, once every piece is written."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, lengths: list[int], *marks: Tensor) -> Tensor:
-        ctx.dim, ctx.lengths = dim, lengths
+    def forward(ctx: Any, whole: Tensor, dim: int, *marks: Tensor) -> Tensor:
+        ctx.dim, ctx.lengths = dim, [mark.shape[dim] for mark in marks]
         ctx.mark_dirty(whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, None, *grad.split(ctx.lengths, dim=ctx.dim)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each once."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        return None, None, *grad.split(ctx.lengths, dim=ctx.dim)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -333,10 +326,7 @@ def check_chunks_are_safe(
     for in_pieces in (False, True):
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             try:
-                if in_pieces:  # noqa: SIM108 - one of two runs
-                    result = run_pieces(forward, pieces, config, label)
-                else:
-                    result = forward(*args, **kwargs)
+                result = run_pieces(forward, pieces, config, label) if in_pieces else forward(*args, **kwargs)
                 state = [
                     leaf
                     for store in take_snapshot(module, copy=False)._stores

@@ -31,6 +31,7 @@ from lightning_memopt.checkpointing.compressors import (
     Uint8SpikeCompressor,
     require_fit,
 )
+from lightning_memopt.checkpointing.layout import span
 from lightning_memopt.checkpointing.state import StateBefore
 
 _COMPILED: dict[str, SpikeCompressor] = {
@@ -176,8 +177,8 @@ def _packed_position(args: tuple[Any, ...], compressed_args: tuple[int | str, ..
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides where its elements fill their memory, else those of a contiguous tensor."""
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if span == math.prod(tensor.shape):
+    # Not is_dense: the compiler cannot sort symbolic strides.
+    if span(tensor.shape, tensor.stride()) == math.prod(tensor.shape) and 0 not in tensor.stride():
         return tensor.stride()
     stride: list[int] = []
     step = 1

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_memopt.checkpointing.layout import memory_order, overlaps, span
 from lightning_memopt.ops.arguments import check_number
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
 from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
@@ -98,8 +99,8 @@ class SpikeCompressor(ABC):
 class _ElementwiseCompressor(SpikeCompressor):
     """Compressors that store the elements of a tensor in the order in which they lie in memory."""
 
-    _what: str
-    _remedy: str
+    _what = "values other than 0 and 1"
+    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
 
     def accepts(self, tensor: Tensor) -> bool:
         if tensor.dtype not in PACKABLE_DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
@@ -147,8 +148,6 @@ class _ElementwiseCompressor(SpikeCompressor):
 class _PackingCompressor(_ElementwiseCompressor):
     """Compressors whose payload is a stream of small integers."""
 
-    _what = "values other than 0 and 1"
-    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
     bits = 1
     _maximum: int | None = None
 
@@ -255,9 +254,6 @@ class SparseSpikeCompressor(_ElementwiseCompressor):
         tensor([2, 3], dtype=torch.int32)
     """
 
-    _what = "values other than 0 and 1"
-    _remedy = "use Uint8SpikeCompressor for sums of spikes, or no compressor"
-
     def __init__(self, max_density: float | None = None) -> None:
         self.max_density = max_density
         if max_density is None:
@@ -291,21 +287,6 @@ class SparseSpikeCompressor(_ElementwiseCompressor):
 # Layout: elements are stored in the order in which they lie in memory, so channels_last costs no copy
 
 
-def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory in another way than by expanding (as in ``unfold``)."""
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s > 0)
-    reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    return sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-
-
 def _repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """How many times expanding repeats each stored element."""
     repeats = 1
@@ -322,7 +303,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if step == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor.permute(_memory_order(tensor.shape, tensor.stride())).reshape(-1).contiguous()
+    return tensor.permute(memory_order(tensor.stride())).reshape(-1).contiguous()
 
 
 def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:
@@ -331,12 +312,12 @@ def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:
     if math.prod(shape) == 0:
         return torch.empty_strided(shape, stride, dtype=payload.dtype, device=payload.device)
     stored = tuple(1 if s == 0 else n for n, s in zip(shape, stride, strict=True))
-    span = 1 + sum((n - 1) * s for n, s in zip(stored, stride, strict=True))
-    if span == flat.numel():
+    length = span(stored, stride)
+    if length == flat.numel():
         return _reshaped(flat, shape, stride)
     # A slice with gaps: the gaps must exist, their content is nobody's.
-    order = _memory_order(stored, stride)
-    rebuilt = torch.empty(span, dtype=flat.dtype, device=flat.device)
+    order = memory_order(stride)
+    rebuilt = torch.empty(length, dtype=flat.dtype, device=flat.device)
     rebuilt.as_strided(stored, stride).permute(order).copy_(flat.view([stored[d] for d in order]))
     return _reshaped(rebuilt, shape, stride)
 

@@ -37,6 +37,7 @@ from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import Region, RegionFacts
 from lightning_memopt.checkpointing.state import StateBefore, is_stock, noting_called_modules
+from lightning_memopt.ops.arguments import transforms_are_active
 
 
 def checkpoint(
@@ -92,7 +93,7 @@ def check_compressor(compressor: object) -> None:
 
 def in_transform() -> bool:
     """Whether vmap, jvp or the like is active: it takes gradients with its own idea of what to keep."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transforms_are_active() or forward_ad._current_level >= 0
 
 
 def run_region(
@@ -171,7 +172,7 @@ class _Call:
         args, kwargs = self.original
         host_random = HostRandom.now()
         with ExitStack() as stack:
-            if not any(_is_compiled(module) for module in self.modules):
+            if not any(is_compiled(module) for module in self.modules):
                 stack.enter_context(noting_called_modules(self.before))
             if self.hooked:
                 stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
@@ -218,7 +219,7 @@ class _Call:
             self.function(*args, **kwargs)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """A part compiled by itself: the compiler would take our hook into its graph, and the recomputation has none."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 

@@ -41,6 +41,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from lightning_memopt.checkpointing.arguments import as_result
+from lightning_memopt.checkpointing.engine import is_compiled
 from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.saved_tensors import (
@@ -52,7 +54,7 @@ from lightning_memopt.checkpointing.saved_tensors import (
     saved_in_call,
     stored_bytes,
 )
-from lightning_memopt.checkpointing.state import StateBefore, is_stock, noting_called_modules
+from lightning_memopt.checkpointing.state import StateBefore, is_of_torch, is_stock, noting_called_modules
 from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
 
 _PRODUCT_LAYERS = (
@@ -121,7 +123,7 @@ def find_parts(root: nn.Module, modules: list[nn.Module]) -> RegionParts:
     parts = []
     for module in found.values():
         inner = list(module.modules())
-        known = all(_is_of_torch(m) for m in inner)
+        known = all(is_of_torch(m) for m in inner)
         in_place = any(getattr(m, "inplace", False) is True for m in inner)
         facts = PartFacts(cheap=True if known else None, writes=in_place)
         draws = not known or any(isinstance(m, _RANDOM_LAYERS) for m in inner)
@@ -129,19 +131,15 @@ def find_parts(root: nn.Module, modules: list[nn.Module]) -> RegionParts:
     return RegionParts(modules, parts)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
-
-
 def _find(module: nn.Module, found: dict[int, nn.Module], *, is_root: bool = False) -> None:
     if not is_root and REGION_ATTRIBUTE in module.__dict__:
         return  # has a treatment of its own
-    if isinstance(module, (*_PRODUCT_LAYERS, torch.jit.ScriptModule)) or _is_compiled(module):
+    if isinstance(module, (*_PRODUCT_LAYERS, torch.jit.ScriptModule)) or is_compiled(module):
         return
     inner = list(module.modules())
     mixed = isinstance(module, _NOT_CALLED) or any(
         isinstance(m, (*_PRODUCT_LAYERS, torch.jit.ScriptModule))
-        or _is_compiled(m)
+        or is_compiled(m)
         or (m is not module and REGION_ATTRIBUTE in m.__dict__)
         for m in inner
     )
@@ -150,10 +148,6 @@ def _find(module: nn.Module, found: dict[int, nn.Module], *, is_root: bool = Fal
             _find(child, found)
     elif not isinstance(module, _SAVES_NOTHING) and (is_root or "forward" not in module.__dict__):
         found[id(module)] = module
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 class _WatchProducts(TorchDispatchMode):
@@ -282,7 +276,7 @@ class _Argument:
         if self.changed:
             # Another one may need it as it was; and only a result, no leaf, may be changed in place.
             tensor = tensor.clone()
-            return _as_result(tensor) if self.requires_grad else tensor
+            return as_result(tensor) if self.requires_grad else tensor
         return tensor.requires_grad_(self.requires_grad)
 
 
@@ -291,23 +285,6 @@ class _SameArgument:
     """Stands for an argument that is the same object as an earlier one."""
 
     position: int
-
-
-class _Result(torch.autograd.Function):
-    """Makes a tensor the result of an operation."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
-        return box[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-
-def _as_result(tensor: Tensor) -> Tensor:
-    result: Tensor = _Result.apply(torch.empty(0, requires_grad=True), [tensor])
-    return result
 
 
 class PartCall:
@@ -561,7 +538,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
-    return _as_result(tensor.detach()) if requires_grad else tensor.detach()
+    return as_result(tensor) if requires_grad else tensor.detach()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Random numbers of the host: those of Python and NumPy. (torch's are replayed by torch.)"""
+"""Random numbers of the host: those of Python and NumPy.
+
+torch's are replayed by torch in a recomputed region, by ``parts.py`` in a part.
+"""
 
 from __future__ import annotations
 

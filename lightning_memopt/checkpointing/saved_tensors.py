@@ -53,8 +53,8 @@ from lightning_memopt.checkpointing.compressors import (
     IntegerSpikeCompressor,
     SpikeCompressor,
     SpikePayload,
-    overlaps,
 )
+from lightning_memopt.checkpointing.layout import is_dense, overlaps, span
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES
 from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
 
@@ -107,7 +107,7 @@ class _ScaledBits(SpikeCompressor):
         self.scale = scale
 
     def accepts(self, tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.numel() == _span(tensor)
+        return tensor.is_floating_point() and is_dense(tensor)
 
     def compress(self, tensor: Tensor) -> SpikePayload:
         payload: SpikePayload = self.compress_checked(tensor).payload
@@ -292,7 +292,7 @@ class _Known:
         if (tensor.storage_offset(), tensor.shape, tensor.stride()) == (self.offset, self.shape, self.stride):
             return True
         start = tensor.storage_offset() - self.offset
-        return self.dense and bool(0 <= start <= self.span - _span(tensor))
+        return self.dense and bool(0 <= start <= self.span - span(tensor.shape, tensor.stride()))
 
 
 class Recipe:
@@ -323,13 +323,6 @@ def _owner(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
-def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last of ``tensor`` in memory."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def know_output(tensor: Tensor, maker: Maker, index: int) -> None:
     """Remember, while ``tensor`` lives and stays unchanged, that ``maker`` can compute it again."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -348,7 +341,6 @@ def know_output(tensor: Tensor, maker: Maker, index: int) -> None:
     else:
         reference = known[0].owner
         known = [entry for entry in known if entry.version == tensor._version]
-    span = _span(tensor)
     entry = _Known(
         owner=reference,
         maker=weakref.ref(maker),
@@ -357,8 +349,8 @@ def know_output(tensor: Tensor, maker: Maker, index: int) -> None:
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
         offset=int(tensor.storage_offset()),
-        span=span,
-        dense=span == tensor.numel(),
+        span=span(tensor.shape, tensor.stride()),
+        dense=is_dense(tensor),
         device=tensor.device,
     )
     known.append(entry)
@@ -716,7 +708,9 @@ def _sampled(tensor: Tensor) -> _Sample | None:
     if tensor.numel() == 0:
         return None
     first = tensor.storage_offset()
-    elements = min(_span(tensor), tensor.untyped_storage().nbytes() // tensor.element_size() - first)
+    elements = min(
+        span(tensor.shape, tensor.stride()), tensor.untyped_storage().nbytes() // tensor.element_size() - first
+    )
     count = min(_SAMPLE, elements)
     values = tensor.as_strided((count,), (elements // count,), first).tolist()
     largest, scale = 0, None

@@ -111,9 +111,14 @@ def learn_parameters(model: nn.Module, written: Iterable[Tensor]) -> None:
                         learned.mutated.add((*store.name, key))
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's own layers."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 def _holds_no_memory(module: nn.Module) -> bool:
     """Layers of torch itself keep nothing between calls but running statistics, unless a hook writes to them."""
-    if not type(module).__module__.startswith("torch.nn.modules."):
+    if not is_of_torch(module):
         return False
     if isinstance(module, _NormBase) and module._buffers:
         return False

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_memopt.ops.arguments import check_dense
+from lightning_memopt.ops.arguments import check_dense, transforms_are_active
 from lightning_memopt.ops.autocast import autocast_dtype
 from lightning_memopt.ops.bit_pack import bit_pack
 from lightning_memopt.ops.neuron import (
@@ -84,11 +84,6 @@ def check_neuron(
 ) -> None:
     """Raise TypeError or ValueError unless these constants and this surrogate make a neuron."""
     _equation(charge, tau, v_threshold, v_reset, False, surrogate_function)
-
-
-def transforms_are_active() -> bool:
-    """Whether a transform of ``torch.func``, or ``vmap``, runs the code (a compiler traces its transforms itself)."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _refuse_transforms() -> None:

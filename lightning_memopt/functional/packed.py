@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memopt.ops.arguments import check_dense
+from lightning_memopt.ops.arguments import check_dense, transforms_are_active
 from lightning_memopt.ops.autocast import autocast_dtype, multiply
 from lightning_memopt.ops.packed_linear import WEIGHT_DTYPES, packed_linear, packed_linear_grad_weight
 from lightning_memopt.ops.sparse_linear import sparse_linear
@@ -125,7 +125,7 @@ def check_no_transform(function: str, instead: str) -> None:
         function: who was called.
         instead: what to call there.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         raise RuntimeError(
             f"{function} works with torch.autograd, not within transforms of torch.func (grad, vjp, jvp, vmap, ...). "
             f"Use {instead} there."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
         raise TypeError(f"optimizer_bytes expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     known = {id(p) for p in parameters if optimizer.state.get(p)}
-    state = sum(tensor.nbytes for p in parameters if id(p) in known for tensor in _tensors(optimizer.state[p]))
-    missing = [p for p in parameters if id(p) not in known]
+    state = _bytes([optimizer.state[p] for p in parameters if id(p) in known])
+    missing = {id(p) for p in parameters} - known
     if missing:
         try:
             state += _rehearsed(optimizer, missing)
@@ -69,66 +69,62 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
     return OptimizerBytes(state, _temporaries(optimizer, parameters))
 
 
-def _rehearsed(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    """Bytes of state after a step on parameters without memory."""
+def _rehearsed(optimizer: Optimizer, parameters: Collection[int]) -> int:
+    """Bytes of state after a step on parameters without memory. ``parameters`` are ids, here and below."""
+
+    def empty(p: Tensor) -> Tensor:
+        return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        clone = _clone(optimizer, parameters, lambda p: torch.empty_strided(p.shape, p.stride(), **_kind(p)))
+        clone = _clone(optimizer, optimizer.param_groups, parameters, empty)
         clone.step()
-        return sum(tensor.nbytes for state in clone.state.values() for tensor in _tensors(state))
+        return _bytes([*clone.state.values()])
 
 
-def _one_by_one(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+def _one_by_one(optimizer: Optimizer, parameters: Collection[int]) -> int:
     """Bytes of state, from real steps on one parameter of each shape, dtype and device at a time."""
     total = 0
     for group in optimizer.param_groups:
         held: dict[tuple[Any, ...], int] = {}
         for parameter in group["params"]:
-            if not any(parameter is other for other in parameters):
+            if id(parameter) not in parameters:
                 continue
             kind = (parameter.shape, parameter.dtype, parameter.device)
             if kind not in held:
-                clone = _clone(optimizer, [parameter], torch.zeros_like, group)
+                clone = _clone(optimizer, [group], [id(parameter)], torch.zeros_like)
                 clone.step()
-                held[kind] = sum(tensor.nbytes for state in clone.state.values() for tensor in _tensors(state))
+                held[kind] = _bytes([*clone.state.values()])
             total += held[kind]
     return total
 
 
 def _clone(
     optimizer: Optimizer,
-    parameters: list[nn.Parameter],
+    groups: list[dict[str, Any]],
+    parameters: Collection[int],
     make: Callable[[Tensor], Tensor],
-    only: dict[str, Any] | None = None,
 ) -> Optimizer:
     """An optimizer of the same class and settings on new parameters with gradients, without hooks or state."""
     clone: Optimizer = object.__new__(type(optimizer))
     vars(clone).update(vars(optimizer))
     clone.state = defaultdict(dict)
-    groups = []
-    for group in optimizer.param_groups if only is None else [only]:
-        members = parameters if only is not None else [p for p in group["params"] if any(p is q for q in parameters)]
+    clone.param_groups = []
+    for group in groups:
         made = []
-        for parameter in members:
-            new = nn.Parameter(make(parameter.detach()))
-            new.grad = make(parameter.detach())
-            made.append(new)
-        groups.append(
-            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": made}
-        )
-    clone.param_groups = groups
+        for parameter in group["params"]:
+            if id(parameter) in parameters:
+                new = nn.Parameter(make(parameter.detach()))
+                new.grad = make(parameter.detach())
+                made.append(new)
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        clone.param_groups.append({**settings, "params": made})
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(clone, name, OrderedDict())
     return clone
 
 
-def _kind(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
-
-
-def _tensors(state: object) -> Iterator[Tensor]:
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor):
-            yield leaf
+def _bytes(state: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _temporaries(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""What functions of spikes are given: dense tensors, numbers."""
+"""What functions of spikes are given: dense tensors, numbers; and where they are called."""
 
 from __future__ import annotations
 
@@ -54,3 +54,8 @@ def check_number(function: str, name: str, value: object, *, whole: bool = False
     """
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         raise TypeError(f"{function} takes {name} as {'an integer' if whole else 'a number'}, got {value!r}.")
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func``, or ``vmap``, runs the code (a compiler traces its transforms itself)."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_memopt.ops.exactness import Claim, require_exact
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
+from lightning_memopt.ops.registration import register
 
 # Each temporary of a slice takes at most this many bytes (a multiple of 8 elements).
 _SLICE = 1 << 20
@@ -166,7 +167,7 @@ def _pack_reference(spikes: Tensor, packed: Tensor, fits: Tensor, bits: int, max
             fits = fits.logical_and(stray[first].logical_not())
         target = packed[start // per_byte : start // per_byte + counts.numel() // per_byte]
         if bits == 1:
-            target.copy_(counts.view(torch.int64).mul_(_GATHER).__rshift__(56))
+            target.copy_(gather_bits(counts))
         elif bits == 8:
             target.copy_(counts)
         else:
@@ -175,6 +176,11 @@ def _pack_reference(spikes: Tensor, packed: Tensor, fits: Tensor, bits: int, max
             for i in range(1, per_byte):
                 target.bitwise_or_(columns[:, i] << (bits * i))
     return fits, odd
+
+
+def gather_bits(ones: Tensor) -> Tensor:
+    """Gather every eight bytes of a flat contiguous tensor of 0s and 1s, whose length is a multiple of 8, into one."""
+    return ones.view(torch.int64).mul(_GATHER).__rshift__(56)
 
 
 def _counts(part: Tensor, per_byte: int, maximum: int) -> tuple[Tensor, Tensor | None]:
@@ -361,9 +367,7 @@ for _name, _run, _fake in (
     ("bit_unpack_rows", _bit_unpack_rows, _bit_unpack_rows_fake),
     ("pack_binary", _pack_binary, _pack_binary_fake),
 ):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-    torch.library.register_fake(f"lightning_memopt::{_name}", _fake, lib=_LIBRARY)
+    register(_LIBRARY, _name, _run, _fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

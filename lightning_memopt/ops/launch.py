@@ -128,7 +128,7 @@ def use_backend(device_type: str, backend: Backend | None) -> Iterator[None]:
 def _cupy_backend() -> Backend | None:
     try:
         return CupyBackend()
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # not installed, or installed and not able to load
         cuda = (torch.version.cuda or "12").split(".")[0]
         warnings.warn(
             f"Spike operations run on {torch.cuda.get_device_name()} without their CUDA kernels, several times slower: "

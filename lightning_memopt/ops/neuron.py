@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from lightning_memopt.ops.autocast import without_autocast
+from lightning_memopt.ops.bit_pack import gather_bits
 from lightning_memopt.ops.launch import Kernel, backend_for, launch
+from lightning_memopt.ops.registration import register
 from lightning_memopt.surrogate import BUILT_IN, check_derivative
 
 # How a neuron charges, as in cuda/neuron.cu.
@@ -43,7 +45,6 @@ _PIECE = 8
 _BLOCK = 1 << 18
 # Elements of a product that exist in another dtype than they are wanted in.
 _PRODUCT = 1 << 23
-_GATHER = 0x0102040810204080
 _LARGEST = torch.finfo(torch.float32).max
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -240,8 +241,7 @@ def _pack_rows(fired: Tensor) -> Tensor:
     rows, columns = fired.shape
     if columns % 8:
         fired = torch.nn.functional.pad(fired, (0, -columns % 8))
-    words = fired.contiguous().view(torch.int64)
-    return (words * _GATHER).__rshift__(56).to(torch.uint8).view(rows, (columns + 7) // 8)
+    return gather_bits(fired.contiguous().view(-1)).to(torch.uint8).view(rows, (columns + 7) // 8)
 
 
 def _forward_reference(
@@ -632,12 +632,7 @@ def _spike_gradient_fake(grad: Tensor, weight_t: Tensor, dtype: torch.dtype) -> 
     return grad.new_empty((grad.shape[0], weight_t.shape[0]), dtype=dtype)
 
 
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("spike_gradient", without_autocast(_spike_gradient), _key)
-    LIBRARY.impl("neuron_forward", without_autocast(_forward), _key)
-    LIBRARY.impl("neuron_backward", without_autocast(_backward), _key)
-    LIBRARY.impl("neuron_backward_", without_autocast(_backward_in_place), _key)
-torch.library.register_fake("lightning_memopt::spike_gradient", _spike_gradient_fake, lib=LIBRARY)
-torch.library.register_fake("lightning_memopt::neuron_forward", _forward_fake, lib=LIBRARY)
-torch.library.register_fake("lightning_memopt::neuron_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_fake("lightning_memopt::neuron_backward_", _backward_in_place_fake, lib=LIBRARY)
+register(LIBRARY, "spike_gradient", without_autocast(_spike_gradient), _spike_gradient_fake)
+register(LIBRARY, "neuron_forward", without_autocast(_forward), _forward_fake)
+register(LIBRARY, "neuron_backward", without_autocast(_backward), _backward_fake)
+register(LIBRARY, "neuron_backward_", without_autocast(_backward_in_place), _backward_in_place_fake)

@@ -37,6 +37,7 @@ from lightning_memopt.ops import dispatch
 from lightning_memopt.ops.autocast import without_autocast
 from lightning_memopt.ops.bit_pack import bit_unpack
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
+from lightning_memopt.ops.registration import register
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -400,11 +401,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("packed_linear", without_autocast(_packed_linear), _key)
-    _LIBRARY.impl("packed_linear_grad_weight", without_autocast(_grad_weight), _key)
-torch.library.register_fake("lightning_memopt::packed_linear", _packed_linear_fake, lib=_LIBRARY)
-torch.library.register_fake("lightning_memopt::packed_linear_grad_weight", _grad_weight_fake, lib=_LIBRARY)
+register(_LIBRARY, "packed_linear", without_autocast(_packed_linear), _packed_linear_fake)
+register(_LIBRARY, "packed_linear_grad_weight", without_autocast(_grad_weight), _grad_weight_fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
 from lightning_memopt.ops.exactness import reading_is_free
 from lightning_memopt.ops.launch import Kernel, backend_for, launch
+from lightning_memopt.ops.registration import register
 
 _THREADS = 256
 _BLOCK_BITS = 128 * _THREADS
@@ -182,9 +183,7 @@ for _name, _run, _fake in (
     ("bit_positions", _bit_positions, _bit_positions_fake),
     ("scatter_positions", _scatter_positions, _scatter_positions_fake),
 ):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-    torch.library.register_fake(f"lightning_memopt::{_name}", _fake, lib=_LIBRARY)
+    register(_LIBRARY, _name, _run, _fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

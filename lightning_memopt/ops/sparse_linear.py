@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch
 from lightning_memopt.ops.packed_linear import describe_product, packed_linear
+from lightning_memopt.ops.registration import register
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -173,9 +174,7 @@ def _by_kernels(packed: Tensor, weight: Tensor, bias: Tensor | None, backend: Ba
     return out
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("sparse_linear", _sparse_linear, _key)
-torch.library.register_fake("lightning_memopt::sparse_linear", _sparse_linear_fake, lib=_LIBRARY)
+register(_LIBRARY, "sparse_linear", _sparse_linear, _sparse_linear_fake)
 
 
 def sparse_linear(packed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -190,6 +190,21 @@ def config_of(region: RegionPlan) -> RegionConfig:
     )
 
 
+def entries_of(config: RegionConfig | None) -> dict[str, Any]:
+    """What a :class:`RegionPlan` says of a treatment, None for ``keep``; :func:`config_of` reads it back."""
+    if config is None:
+        return {"treatment": "keep"}
+    return {
+        "treatment": config.treatment,
+        "compressor": None if config.compressor is None else "bit",
+        "compressed_args": config.compressed_args or (),
+        "chunks": config.chunks,
+        "chunked_args": config.chunked_args,
+        "time_dim": config.time_dim,
+        "chunks_checked": config.chunks > 1 and not config.check_chunks,
+    }
+
+
 @contextmanager
 def treated_as(model: nn.Module, layout: Mapping[str, RegionConfig]) -> Iterator[None]:
     """Within the context the regions at the paths of ``layout`` are treated as it says; plain again afterwards."""

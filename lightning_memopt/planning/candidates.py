@@ -111,7 +111,7 @@ def _candidate(region: Region, seen: RegionObservation, treated: Mapping[int, st
     trouble = trouble_with(region, seen, treated)
     if trouble:
         return Candidate(region, seen, None, trouble)
-    packed = tuple(item.name for item in seen.inputs if _worth_packing(item)) if compress else ()
+    packed = worth_packing(seen) if compress else ()
     config = RegionConfig(
         compressor=BitSpikeCompressor() if packed else None,
         compressed_args=packed or None,
@@ -120,8 +120,9 @@ def _candidate(region: Region, seen: RegionObservation, treated: Mapping[int, st
     return Candidate(region, seen, config, _about_inputs(seen, compress=compress))
 
 
-def _worth_packing(item: SeenInput) -> bool:
-    return item.binary and item.any_one and not item.standing
+def worth_packing(seen: RegionObservation) -> tuple[ArgName, ...]:
+    """Names of the inputs that a compressor may pack: those that were binary and are not alive anyway."""
+    return tuple(item.name for item in seen.inputs if item.binary and item.any_one and not item.standing)
 
 
 def trouble_with(region: Region, seen: RegionObservation, treated: Mapping[int, str]) -> str:

@@ -43,12 +43,13 @@ from lightning_memopt.checkpointing import (
     restore_snapshot,
     take_snapshot,
 )
+from lightning_memopt.checkpointing.layout import is_dense
 from lightning_memopt.measuring import MemoryMark, mark_memory, measure_memory
 from lightning_memopt.planning.apply import set_config
 from lightning_memopt.planning.costs import Choice
 from lightning_memopt.planning.gradient_flow import leaves_of
 from lightning_memopt.planning.model_state import random_states
-from lightning_memopt.planning.observe import Work, storage_address, work_of
+from lightning_memopt.planning.observe import Work, storage_address, tensors_in, work_of
 from lightning_memopt.planning.trial import is_out_of_memory
 
 _START, _FORWARD, _HELD, _ARRIVED, _USED_UP, _END = "start", "forward", "held", "arrived", "used up", "end"
@@ -185,9 +186,8 @@ def _result(choice: Choice, run: _Run, name: str, marks: Mapping[tuple[str, str]
 def storages_of(values: Any) -> dict[int, Tensor]:
     """The tensors in ``values``, one for each storage, by its address."""
     found: dict[int, Tensor] = {}
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            found.setdefault(storage_address(leaf), leaf)
+    for tensor in tensors_in(values):
+        found.setdefault(storage_address(tensor), tensor)
     return found
 
 
@@ -339,7 +339,7 @@ class _Bench:
                     run.gradients_left_bytes = sum(map(call.rounded, sizes))
                     left.state = _state_of(call.module)
             if counting is not None:
-                run.work = Work(counting.flops, counting.moved_bytes)
+                run.work = counting.work
         run.ms = clock.ms()
         return run
 
@@ -379,16 +379,14 @@ class _Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.moved_bytes = 0
+        self.work = Work()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload):
-            work = work_of(func, args, kwargs or {}, out)
-            self.flops += work.flops
-            self.moved_bytes += work.moved_bytes
+            self.work += work_of(func, args, kwargs or {}, out)
         return out
 
 
@@ -474,7 +472,7 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx: Any, made: Callable[[list[Tensor]], None], *outputs: Tensor) -> Tensor:
         ctx.made = made
         ctx.layouts = [
-            (tensor.shape, tensor.stride() if _is_dense(tensor) else None, tensor.dtype, tensor.device)
+            (tensor.shape, tensor.stride() if is_dense(tensor) else None, tensor.dtype, tensor.device)
             for tensor in outputs
         ]
         return torch.zeros((), device=outputs[0].device)
@@ -484,11 +482,6 @@ class _Gradients(torch.autograd.Function):
         gradients = [_made_up(*layout) for layout in ctx.layouts]
         ctx.made(gradients)
         return (None, *gradients)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    # empty_like keeps the strides of exactly these.
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _made_up(shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:

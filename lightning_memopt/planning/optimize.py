@@ -3,7 +3,8 @@ One call
 ========
 
 :func:`optimize_memory` is the whole way of a plan in five steps: observe the model, find the candidates, plan, apply
-the plan, verify it. Each step is a function of the room that owns it.
+the plan, verify it. For a budget of bytes the candidates are the treatments that each region was tried under. Each step
+is a function of the room that owns it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from lightning_memopt.planning.apply import (
     applied_request,
     apply_checked,
     as_plan,
+    entries_of,
     in_force,
     remove_plan,
     treated_as,
@@ -115,7 +118,7 @@ def optimize_memory(
             nothing is cut.
         process_group: ranks that must build the same plan, all of which call this function. None: all ranks where
             ``torch.distributed`` is initialised. At level 0 they only compare their arguments.
-        plan: a plan, or the path of a plan file, to apply as it is. Nothing is run, all arguments above but ``model``
+        plan: a plan, or the path of a plan file, to apply as it is. Nothing is run, all other arguments but ``model``
             and ``process_group`` are ignored, and parameters may be on the meta device.
         progress: called as ``progress(phase, done, total)``.
         memory_budget: bytes that a training step may take: an int, ``"12GiB"``, or ``"80%"`` of the device's memory.
@@ -151,8 +154,8 @@ def optimize_memory(
         >>> applied_plan(model).peak_bytes_after <= 8 * 2**30
         True
     """
-    asks_bytes = memory_budget is not None
-    if not asks_bytes and _changes_nothing(level, plan) and process_group is None and not _are_ranks():
+    nothing = _changes_nothing(level, plan, memory_budget)
+    if nothing and process_group is None and not _are_ranks():
         return model
     request = _Request(
         targets,
@@ -171,7 +174,7 @@ def optimize_memory(
     ranks = Ranks(process_group, _device_of(model))
     done = ranks.together("checking the arguments", lambda: _check(model, request))
     ranks.same("comparing the arguments", request.described())
-    if all(done) or (not asks_bytes and _changes_nothing(level, plan)):
+    if all(done) or nothing:
         return model
     for setting in _without_effect(request):
         warnings.warn(setting, stacklevel=2)
@@ -180,7 +183,7 @@ def optimize_memory(
         remove_plan(model)
         if request.plan is not None:
             plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
-        elif asks_bytes:
+        elif memory_budget is not None:
             with measuring_repeatedly(_device_of(model)), unchanged(model) as state:
                 plan = _plan_bytes(model, request, state, ranks, started)
         else:
@@ -225,7 +228,7 @@ class _Request:
             return ("plan", as_plan(self.plan).digest())
         targets = None if self.targets is None else target_classes(self.targets)
         if self.memory_budget is not None:
-            optimizers = tuple(map(id, self.optimizers))
+            optimizers = tuple(map(weakref.ref, self.optimizers))  # an id may become that of another one
             budget = self.memory_budget, optimizers, self.reserved_bytes
             return ("budget", targets, budget, self.compress, self.can_chunk)
         return ("search", targets, self.level, self.checkpoint_budget, self.compress, self.split_fn, self.can_chunk)
@@ -249,7 +252,7 @@ class _Request:
 
 def _check(model: nn.Module, request: _Request) -> bool:
     """Refuse what cannot work, before anything changes; says whether the request is already fulfilled."""
-    if request.memory_budget is None and _changes_nothing(request.level, request.plan):
+    if _changes_nothing(request.level, request.plan, request.memory_budget):
         return False
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize_memory expects a torch.nn.Module, got {type(model).__name__}.")
@@ -263,8 +266,8 @@ def _check(model: nn.Module, request: _Request) -> bool:
     return applied_request(model) == request.key()
 
 
-def _changes_nothing(level: object, plan: object) -> bool:
-    return plan is None and type(level) is int and level == 0
+def _changes_nothing(level: object, plan: object, memory_budget: object) -> bool:
+    return plan is None and memory_budget is None and type(level) is int and level == 0
 
 
 def _are_ranks() -> bool:
@@ -273,9 +276,7 @@ def _are_ranks() -> bool:
 
 def _without_effect(request: _Request) -> list[str]:
     """In words, what was passed and does nothing, and what a level does nothing without."""
-    if request.plan is not None:
-        return []
-    if request.memory_budget is not None:
+    if request.plan is not None or request.memory_budget is not None:
         return []
     level = request.level
     told = []
@@ -302,8 +303,7 @@ def _check_search(model: nn.Module, request: _Request) -> None:
     if not isinstance(request.checkpoint_budget, str) or request.checkpoint_budget not in BUDGET_SHARES:
         options = ", ".join(map(repr, BUDGET_SHARES))
         raise ValueError(f"checkpoint_budget must be one of {options}, found {request.checkpoint_budget!r}.")
-    if request.plan is None:
-        _check_budget(model, request)
+    _check_budget(model, request)
     if not isinstance(request.compress, bool):
         raise TypeError(f"compress must be True or False, found {request.compress!r}.")
     if request.targets is not None:
@@ -477,11 +477,15 @@ def _split(region: Region, split_fn: SplitFn | None) -> tuple[nn.Module, ...]:
 def _chunkable(regions: Sequence[Region], request: _Request) -> frozenset[str]:
     if request.can_chunk is None or request.level < 3:
         return frozenset()
-    answers = {region.path: request.can_chunk(region.module) for region in regions}
-    for path, answer in answers.items():
-        if not isinstance(answer, bool):
-            raise TypeError(f"can_chunk must return True or False, it returned {answer!r} for {path}.")
-    return frozenset(path for path, answer in answers.items() if answer)
+    can_chunk = request.can_chunk
+    return frozenset(region.path for region in regions if _asked(can_chunk, region.path, region.module))
+
+
+def _asked(can_chunk: CanChunk, path: str, module: nn.Module) -> bool:
+    answer = can_chunk(module)
+    if not isinstance(answer, bool):
+        raise TypeError(f"can_chunk must return True or False, it returned {answer!r} for {path}.")
+    return answer
 
 
 def _plan(
@@ -565,14 +569,8 @@ def _region_plans(
             RegionPlan(
                 path=path,
                 class_name=type(candidate.region.module).__qualname__,
-                treatment="keep" if config is None else "recompute",
                 reason=reason,
-                compressor=None if config is None or config.compressor is None else "bit",
-                compressed_args=() if config is None else config.compressed_args or (),
-                chunks=1 if config is None else config.chunks,
-                chunked_args=(0,) if config is None else config.chunked_args,
-                time_dim=0 if config is None else config.time_dim,
-                chunks_checked=config is not None and config.chunks > 1 and not config.check_chunks,
+                **entries_of(config),
                 aliases=candidate.region.aliases,
                 calls=candidate.seen.calls,
                 input_bytes=candidate.seen.input_bytes,
@@ -593,8 +591,9 @@ def _plan_bytes(model: nn.Module, request: _Request, state: ModelState, ranks: R
     assert example_forward is not None
     found = ranks.attempt("finding the regions", lambda: find_targets(model, request.targets))
     ranks.same("finding the regions", [region.path for region in found.regions])
-    choices = tuple(choice for choice in CHOICES if request.compress or choice.treatment != "pack")
-    choices = tuple(choice for choice in choices if request.compress or choice.compressor is None)
+    choices = tuple(
+        choice for choice in CHOICES if request.compress or (choice.treatment != "pack" and choice.compressor is None)
+    )
 
     def observe_here() -> tuple[int, OptimizerBytes, ObservedStep]:
         request.report("observing", 0, 1)
@@ -609,6 +608,8 @@ def _plan_bytes(model: nn.Module, request: _Request, state: ModelState, ranks: R
             device=device,
             optimizer_peak_bytes=optimizers.step,
         )
+        if request.can_chunk is not None:
+            seen = without_chunks(seen, _not_chunkable(model, seen, request.can_chunk))
         learn_parameters(model, state.written)
         state.rewind()
         request.report("observing", 1, 1)
@@ -616,8 +617,6 @@ def _plan_bytes(model: nn.Module, request: _Request, state: ModelState, ranks: R
 
     reports = ranks.together("observing the model", observe_here)
     step = step_of_all([seen for _, _, seen in reports])
-    if request.can_chunk is not None:
-        step = without_chunks(step, _not_chunkable(model, step, request.can_chunk))
     # What the optimizers hold is there in every step but the first.
     held = max(optimizers.state for _, optimizers, _ in reports)
     already = sum(tensor.nbytes for optimizer in request.optimizers for tensor in tensors_in(dict(optimizer.state)))
@@ -664,7 +663,7 @@ def _config(path: str, choice: Choice, step: ObservedStep) -> RegionConfig:
 
 def _not_chunkable(model: nn.Module, step: ObservedStep, can_chunk: CanChunk) -> frozenset[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    return frozenset(path for path in step.observations if path in modules and not can_chunk(modules[path]))
+    return frozenset(path for path in step.observations if not _asked(can_chunk, path, modules[path]))
 
 
 def _regions_within(
@@ -681,18 +680,11 @@ def _regions_within(
             continue
         seen = step.observations[path]
         config = None if cost.choice.treatment == "keep" else _config(path, cost.choice, step)
-        recomputed = config is not None and cost.choice.treatment == "recompute"
         plans[path] = RegionPlan(
             path=path,
             class_name=type(modules[path]).__qualname__,
-            treatment=cost.choice.treatment,
             reason=reason.text,
-            compressor=None if config is None or config.compressor is None else "bit",
-            compressed_args=() if config is None else config.compressed_args or (),
-            chunks=cost.choice.chunks,
-            chunked_args=config.chunked_args if config is not None and recomputed else (0,),
-            time_dim=0,
-            chunks_checked=cost.choice.chunks > 1,
+            **entries_of(config),
             aliases=aliases.get(path, ()),
             calls=seen.calls,
             input_bytes=seen.input_bytes,

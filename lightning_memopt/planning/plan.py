@@ -19,15 +19,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memopt.planning.costs import Choice, Treatment
+
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""
 
-Treatment = Literal["keep", "pack", "recompute_cheap", "recompute"]
 CompressorName = Literal["bit"]
 Budget = Literal["speed", "balanced", "memory"]
 Outcome = Literal["measured", "kept", "undone", "out of memory", "not tried"]
@@ -364,13 +365,13 @@ def _names(run: list[RegionPlan]) -> str:
     return first.path + "".join(f"\n= {alias}" for alias in first.aliases)
 
 
-def describe_treatment(region: RegionPlan) -> str:
+def describe_treatment(treated: RegionPlan | Choice) -> str:
     """``recompute, 1-bit inputs, 4 time chunks``."""
-    parts: list[str] = [region.treatment]
-    if region.compressor is not None:
+    parts: list[str] = [treated.treatment]
+    if treated.compressor is not None:
         parts.append("1-bit inputs")
-    if region.chunks > 1:
-        parts.append(f"{region.chunks} time chunks")
+    if treated.chunks > 1:
+        parts.append(f"{treated.chunks} time chunks")
     return ", ".join(parts)
 
 
@@ -387,7 +388,7 @@ def _mib(size: int) -> str:
 T = TypeVar("T", RegionPlan, Trial, Plan)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "treatment": ("keep", "pack", "recompute_cheap", "recompute"),
+    "treatment": get_args(Treatment),
     "compressor": (None, "bit"),
     "checkpoint_budget": ("speed", "balanced", "memory"),
     "outcome": ("measured", "kept", "undone", "out of memory", "not tried"),

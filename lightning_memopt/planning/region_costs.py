@@ -45,7 +45,7 @@ from lightning_memopt.checkpointing import BitSpikeCompressor
 from lightning_memopt.checkpointing.chunks import refuse_norms
 from lightning_memopt.measuring import measure_memory, measuring_repeatedly
 from lightning_memopt.measuring.allocation_events import storages_alive
-from lightning_memopt.planning.candidates import treated_before, trouble_with
+from lightning_memopt.planning.candidates import treated_before, trouble_with, worth_packing
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.experiments import Moment, RegionCall, Result, storages_of, try_choices
 from lightning_memopt.planning.gradient_flow import GradientFlow, edges_out, sequence_number
@@ -101,7 +101,7 @@ class ObservedStep:
     """Forward passes that it took."""
 
 
-def observe_costs(
+def observe_step(
     model: nn.Module,
     regions: Sequence[Region],
     example_forward: Callable[[nn.Module], object],
@@ -110,8 +110,10 @@ def observe_costs(
     choices: Sequence[Choice] = CHOICES,
     device: torch.device,
     optimizer_peak_bytes: int = 0,
-) -> StepCosts:
-    """What each region costs under each of ``choices``.
+) -> ObservedStep:
+    """What each region costs under each of ``choices``, and what was seen beside that.
+
+    A forward that takes gradients itself (a gradient penalty) needs what it saves and is run again with all of it kept.
 
     Args:
         model: any module; everything but what autograd needs of it stays unchanged.
@@ -131,36 +133,11 @@ def observe_costs(
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
         >>> regions = find_targets(model).regions
         >>> with unchanged(model) as state:
-        ...     costs = observe_costs(
+        ...     step = observe_step(
         ...         model, regions, lambda model: model(torch.rand(5, 3, 8)), state, device=torch.device("cpu")
         ...     )
-        >>> [region.path for region in costs.regions]
+        >>> [region.path for region in step.costs.regions]
         ['(before 0)', '0', '1', '2', '(after 2)']
-    """
-    return observe_step(
-        model,
-        regions,
-        example_forward,
-        state,
-        choices=choices,
-        device=device,
-        optimizer_peak_bytes=optimizer_peak_bytes,
-    ).costs
-
-
-def observe_step(
-    model: nn.Module,
-    regions: Sequence[Region],
-    example_forward: Callable[[nn.Module], object],
-    state: ModelState,
-    *,
-    choices: Sequence[Choice] = CHOICES,
-    device: torch.device,
-    optimizer_peak_bytes: int = 0,
-) -> ObservedStep:
-    """As :func:`observe_costs`, with what was seen beside the costs.
-
-    A forward that takes gradients itself (a gradient penalty) needs what it saves and is run again with all of it kept.
     """
     tried = (KEEP, *(choice for choice in choices if choice != KEEP))
     with measuring_repeatedly(device), uncompiled():
@@ -186,7 +163,7 @@ def treatment_arguments(
         path: of the region.
         choice: a choice that was not refused.
         seen: what the region was given.
-        packed: names of the inputs that a compressor may pack. None: those that were binary and are not alive anyway.
+        packed: names of the inputs that a compressor may pack. None: those that are worth it.
     """
     if choice.treatment == "keep":
         return {}
@@ -195,15 +172,11 @@ def treatment_arguments(
     arguments: dict[str, Any] = {"chunks": choice.chunks, "name": path}
     if choice.compressor is not None:
         arguments["compressor"] = BitSpikeCompressor()
-        arguments["compressed_args"] = _packable(seen) if packed is None else tuple(packed)
+        arguments["compressed_args"] = worth_packing(seen) if packed is None else tuple(packed)
     if choice.chunks > 1:
         # That pieces give what the whole gives was proved when the region was observed.
         arguments |= {"chunked_args": tuple(item.name for item in seen.inputs), "time_dim": 0, "check_chunks": False}
     return arguments
-
-
-def _packable(seen: RegionObservation) -> tuple[ArgName, ...]:
-    return tuple(item.name for item in seen.inputs if item.binary and item.any_one and not item.standing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,7 +303,6 @@ class _CostWatch(Watch):
         self._casts: dict[tuple[int, torch.dtype], int] = {}
         self._next = 0
         self._known: dict[Any, tuple[tuple[Result, ...], dict[Choice, str]]] = {}
-        self.experiments = 0
         self._root = _Call(0, 0, {})
         self._calls = [self._root]
         self._stretch: _Stretch | None = None
@@ -364,10 +336,9 @@ class _CostWatch(Watch):
         del kept
         gc.collect()  # a tensor that only a reference cycle holds is not held
         self.note_standing()
-        costs = _Accounts(self, flow).step(base, optimizer_peak_bytes, loss.nbytes)
-        del output, loss
         observations = {seen.path: seen for seen in self.observations()}
-        return ObservedStep(costs, observations, self.flops, self.experiments, passes)
+        costs = _Accounts(self, flow, observations).step(base, optimizer_peak_bytes, loss.nbytes)
+        return ObservedStep(costs, observations, self.flops, len(self._known), passes)
 
     def _run_backward(self, loss: Tensor, first_sequence: int) -> int:
         """Run the last part of the graph backward; returns the most bytes alive meanwhile, above those before it.
@@ -569,7 +540,6 @@ class _CostWatch(Watch):
         tried, reasons = self._plan(call, seen)
         signature = self._signature(call, tried, reasons)
         if signature not in self._known:
-            self.experiments += 1
             own = set(map(id, call.region.module.parameters()))
             made = RegionCall(
                 module=call.region.module,
@@ -592,7 +562,7 @@ class _CostWatch(Watch):
         given: dict[ArgName, Any] = dict([*enumerate(call.args), *call.kwargs.items()])
         packed = tuple(
             name
-            for name in _packable(seen)
+            for name in worth_packing(seen)
             if any(self.number_of(tensor) is not None for tensor in tensors_in(given.get(name)))
         )
         tried: dict[Choice, Mapping[str, Any]] = {}
@@ -754,12 +724,12 @@ def fewest_bits(tensor: Tensor) -> int:
 class _Accounts:
     """Makes costs of what one pass showed."""
 
-    def __init__(self, watch: _CostWatch, flow: GradientFlow) -> None:
+    def __init__(self, watch: _CostWatch, flow: GradientFlow, observations: Mapping[str, RegionObservation]) -> None:
         self._watch = watch
         self._flow = flow
         self._standing = watch.standing()
         self._packed: dict[tuple[int, int], int] = {}
-        self._seen = {seen.path: seen for seen in watch.observations()}
+        self._seen = observations
 
     def step(self, base_bytes: int, optimizer_peak_bytes: int, loss_bytes: int) -> StepCosts:
         """The costs of the whole pass."""

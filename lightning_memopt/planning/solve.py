@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.memory_budget import format_bytes
+from lightning_memopt.planning.plan import describe_treatment
 from lightning_memopt.planning.simulate import (
     Assignment,
     Correction,
@@ -282,7 +283,7 @@ def why(costs: StepCosts, solution: Solution) -> tuple[Reason, ...]:
         at_peak = int(np.argmax(alive))
         over = max(0, int(alive[at_peak]) - limit)
         faster = sum(visited[call].choice.extra - now.choice.extra for call, now in changed.items())
-        text = f"{in_words(cheaper.choice)} would {_faster_in_words(faster, costs)}, "
+        text = f"{describe_treatment(cheaper.choice)} would {_faster_in_words(faster, costs)}, "
         text += (
             f"but {moments[at_peak]} would take {format_bytes(over)} more than {limit_words}"
             if over
@@ -344,16 +345,6 @@ def _with_one_change(before: _AsPlanned, at: int, old: ChoiceCost, new: ChoiceCo
     forward[at] += new.forward_peak_bytes - old.forward_peak_bytes
     backward[at] += new.backward_peak_bytes - old.backward_peak_bytes
     return alive
-
-
-def in_words(choice: Choice) -> str:
-    """``recompute, 1-bit inputs, 4 time chunks``."""
-    parts: list[str] = [choice.treatment]
-    if choice.compressor is not None:
-        parts.append("1-bit inputs" if choice.compressor == "bit" else f"{choice.compressor} inputs")
-    if choice.chunks > 1:
-        parts.append(f"{choice.chunks} time chunks")
-    return ", ".join(parts)
 
 
 def _next_cheaper(visit: Visit) -> ChoiceCost | None:
@@ -420,8 +411,9 @@ def _check_times(regions: tuple[RegionCosts, ...]) -> None:
         for choice in region.choices:
             if not choice.refused and not math.isfinite(choice.extra):
                 raise ValueError(
-                    f"The choice {in_words(choice.choice)!r} of the region {region.path!r} adds {choice.extra} to the "
-                    "time of a step; give a finite time, or say in 'refused' why it cannot be taken."
+                    f"The choice {describe_treatment(choice.choice)!r} of the region {region.path!r} adds "
+                    f"{choice.extra} to the time of a step; give a finite time, or say in 'refused' why it cannot be "
+                    "taken."
                 )
         _check_times(region.children)
 

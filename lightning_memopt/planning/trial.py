@@ -142,7 +142,8 @@ def loss_of(output: object) -> Tensor:
     if not losses:
         raise NoGradientError(
             "example_forward must return a tensor that requires a gradient (a loss, an output, or a list, tuple or "
-            f"dict that holds one); it returned {_describe(output)}. Levels 2 to 4 run real backward passes from it."
+            f"dict that holds one); it returned {_describe(output)}. Levels 2 to 4 and memory_budget run real backward "
+            "passes from it."
         )
     reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in losses]
     total, *others = (tensor.mean() if tensor.dim() else tensor for tensor in reals)

@@ -1,0 +1,271 @@
+"""Who runs kernels where, and what CuPy is told; CUDA itself is imitated."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_memopt.ops import launch as launching
+from lightning_memopt.ops.bit_pack import bit_pack
+from lightning_memopt.ops.launch import CupyBackend, Kernel, backend_for, launch, read_source, use_backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+KERNEL = Kernel("bit_pack.cu", "bit_pack_float32_1", 256)
+
+
+class Recorder:
+    """A backend that notes what it was told."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Kernel, tuple[int, int, int], tuple[Any, ...], torch.device]] = []
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Any], device: torch.device
+    ) -> None:
+        self.launched.append((kernel, grid, tuple(arguments), device))
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return 1
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return 9, 0
+
+
+def test_nobody_runs_kernels_on_the_cpu() -> None:
+    assert backend_for(CPU) is None
+    with pytest.raises(ValueError, match="nothing can run kernels on cpu"):
+        launch(KERNEL, 1, torch.zeros(1), device=CPU)
+
+
+def test_a_backend_counts_within_its_context_alone() -> None:
+    outer, inner = Recorder(), Recorder()
+    with use_backend("cpu", outer):
+        with use_backend("cpu", inner):
+            assert backend_for(CPU) is inner
+        with contextlib.suppress(KeyError), use_backend("cpu", None):
+            assert backend_for(CPU) is None
+            raise KeyError
+        assert backend_for(CPU) is outer
+    assert backend_for(CPU) is None
+
+
+def test_an_empty_grid_is_not_launched() -> None:
+    backend = Recorder()
+    with use_backend("cpu", backend):
+        for grid in (0, (3, 0, 1), (0, 1, 1)):
+            launch(KERNEL, grid, torch.zeros(1), device=CPU)
+        assert backend.launched == []
+        launch(KERNEL, 3, torch.zeros(1), None, np.int64(4), device=CPU)
+    [(kernel, grid, arguments, device)] = backend.launched
+    assert (kernel, grid, device) == (KERNEL, (3, 1, 1), CPU)
+    assert arguments[1:] == (None, np.int64(4))
+
+
+@pytest.mark.parametrize(
+    ("grid", "argument", "message"),
+    [
+        (1, torch.zeros(1, device="meta"), "runs on cpu, but one of its tensors is on meta"),
+        (1, 5, "5 is neither a tensor, None nor a NumPy scalar"),
+        (-1, None, "outside CUDA's limits"),
+        ((1, 70_000, 1), None, "outside CUDA's limits"),
+        (2**31, None, "outside CUDA's limits"),
+    ],
+)
+def test_a_launch_that_cannot_be_right_is_refused(grid: Any, argument: Any, message: str) -> None:
+    backend = Recorder()
+    with use_backend("cpu", backend), pytest.raises(ValueError, match=message):
+        launch(KERNEL, grid, argument, device=CPU)
+    assert backend.launched == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without CuPy
+
+
+@pytest.fixture
+def no_backend_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    launching._cupy_backend.cache_clear()
+    yield
+    launching._cupy_backend.cache_clear()
+
+
+class Broken(types.ModuleType):
+    """A CuPy that is installed and does not load."""
+
+
+@pytest.mark.parametrize("how", ["missing", "unloadable"])
+@pytest.mark.usefixtures("no_backend_yet")
+def test_without_cupy_references_run_and_one_warning_names_the_extra(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/given")
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    else:
+
+        def load() -> Any:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+
+        monkeypatch.setattr(launching, "_import_cupy", load)
+    with pytest.warns(UserWarning, match=r"a GPU.*lightning-memopt\[cuda1[23]\]"):
+        assert backend_for(CUDA) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend_for(CUDA) is None
+
+
+def test_cupy_gets_a_cache_folder_where_it_cannot_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+    module = types.ModuleType("cupy")
+    monkeypatch.setenv("CUPY_CACHE_DIR", "")  # so that it is taken back afterwards
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+
+    class Finder:
+        def find_spec(self, name: str, *_: Any) -> Any:
+            if name != "cupy":
+                return None
+            attempts.append(launching.os.environ.get("CUPY_CACHE_DIR"))
+            if attempts[-1] is None:
+                raise OSError("read-only file system")
+            sys.modules["cupy"] = module
+            return importlib_spec(module)
+
+    def importlib_spec(module: types.ModuleType) -> Any:
+        import importlib.machinery
+
+        class Loader:
+            def create_module(self, spec: Any) -> Any:
+                return module
+
+            def exec_module(self, module: Any) -> None:
+                return None
+
+        return importlib.machinery.ModuleSpec("cupy", Loader())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert launching._import_cupy() is module
+    assert attempts[0] is None
+    assert Path(str(attempts[1])).is_dir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With CuPy
+
+
+class FakeFunction:
+    """What CuPy returns for an entry."""
+
+    def __init__(self, entry: str) -> None:
+        self.entry = entry
+        self.limits: list[int] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_dynamic_shared_size_bytes":
+            self.limits.append(value)
+        else:
+            super().__setattr__(name, value)
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
+        self.calls.append((grid, block, arguments, shared_mem, stream.ptr))
+
+
+class FakeCupy:
+    """Compiles nothing, and says what it was asked to compile."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.functions: dict[str, FakeFunction] = {}
+
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
+        self.compiled.append((code, options))
+        get = lambda entry: self.functions.setdefault(entry, FakeFunction(entry))  # noqa: E731
+        return types.SimpleNamespace(get_function=get)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    fake = FakeCupy()
+    monkeypatch.setattr(launching, "_import_cupy", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=1000 + index))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return fake
+
+
+def test_a_kernel_is_compiled_once_a_device_and_runs_on_torchs_stream(cupy: FakeCupy) -> None:
+    backend = CupyBackend()
+    tensor = torch.zeros(4)
+    for device in (CUDA, CUDA, torch.device("cuda")):
+        backend.launch(KERNEL, (2, 1, 1), (tensor, None, np.int64(7)), device)
+    assert cupy.compiled == [(read_source("bit_pack.cu"), ("--std=c++17",))] * 2
+    calls = cupy.functions[KERNEL.entry].calls
+    expected = ((2, 1, 1), (256, 1, 1), (tensor.data_ptr(), 0, np.int64(7)), 0)
+    # A device without an index is the current one.
+    assert calls == [(*expected, 1000), (*expected, 1000), (*expected, 1001)]
+
+
+def test_the_limit_of_shared_memory_is_raised_as_far_as_launches_need(cupy: FakeCupy) -> None:
+    backend = CupyBackend()
+    for shared_bytes in (1000, 60_000, 50_000, 100_000, 60_000):
+        backend.launch(Kernel("bit_pack.cu", "entry", 32, shared_bytes), (1, 1, 1), (), CUDA)
+    function = cupy.functions["entry"]
+    assert function.limits == [60_000, 100_000]
+    assert [call[3] for call in function.calls] == [1000, 60_000, 50_000, 100_000, 60_000]
+
+
+def test_a_first_launch_inside_a_captured_graph_is_refused(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CupyBackend()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="Run one forward and backward pass before capturing"):
+        backend.launch(KERNEL, (1, 1, 1), (), CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend.launch(KERNEL, (1, 1, 1), (), CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    backend.launch(KERNEL, (1, 1, 1), (), CUDA)  # compiled by now
+    assert len(cupy.functions[KERNEL.entry].calls) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def test_headers_are_part_of_the_text_that_cupy_keeps_results_by() -> None:
+    text = read_source("count_pack.cu")
+    assert "#include" not in text.replace('#include "cuda_on_cpu.h"', "")
+    assert text.count("struct Bfloat16 {") == 1
+    assert text.count("typedef unsigned char u8;") == 1
+
+
+def test_a_header_that_two_others_include_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "types.cuh").write_text("#pragma once\ntypedef int word;\n")
+    (tmp_path / "first.cuh").write_text('#pragma once\n#include "types.cuh"\nword first;\n')
+    (tmp_path / "included_twice.cu").write_text('#include "types.cuh"\n#include "first.cuh"\nword last;\n')
+    monkeypatch.setattr(launching, "source_folder", lambda: tmp_path)
+    lines = [line for line in read_source("included_twice.cu").splitlines() if line]
+    assert lines == ["typedef int word;", "word first;", "word last;"]
+
+
+def test_missing_sources_are_an_incomplete_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launching, "__file__", str(tmp_path / "package" / "ops" / "launch.py"))
+    with pytest.raises(FileNotFoundError, match="Install the package again"):
+        launching.source_folder()
+
+
+def test_results_by_a_backend_that_fails_are_not_returned() -> None:
+    class Failing(Recorder):
+        def launch(self, *_: Any) -> None:
+            raise RuntimeError("no such kernel")
+
+    with use_backend("cpu", Failing()), pytest.raises(RuntimeError, match="no such kernel"):
+        bit_pack(torch.ones(9))
