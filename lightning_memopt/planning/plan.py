@@ -16,15 +16,19 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memopt import __version__
 from lightning_memopt.planning.costs import Choice, Treatment
+from lightning_memopt.planning.memory_budget import in_mib
 
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""
@@ -32,8 +36,6 @@ FORMAT = 1
 CompressorName = Literal["bit"]
 Budget = Literal["speed", "balanced", "memory"]
 Outcome = Literal["measured", "kept", "undone", "out of memory", "not tried"]
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -263,9 +265,9 @@ class Plan:
         table.add_column("treatment", overflow="fold")
         if measured:
             saved = sum(region.saved_bytes or 0 for region in self.treated)
-            table.add_column("kept if plain", justify="right", footer=_mib(saved))
-        table.add_column("inputs", justify="right", footer=_mib(inputs))
-        table.add_column("stored", justify="right", footer=_mib(stored))
+            table.add_column("kept if plain", justify="right", footer=in_mib(saved))
+        table.add_column("inputs", justify="right", footer=in_mib(inputs))
+        table.add_column("stored", justify="right", footer=in_mib(stored))
         table.add_column("why", overflow="fold")
         for cells, run in _runs(self.regions, measured=measured):
             style = "dim" if run[0].treatment == "keep" else None
@@ -283,17 +285,17 @@ class Plan:
         assert self.memory_budget is not None
         assert self.peak_bytes_after is not None
         used = (self.peak_bytes_after + self.reserved_bytes) / self.memory_budget
-        reserved = f" and {_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
-        peak = f"peak {_mib(self.peak_bytes_after)} MiB{reserved}"
-        return f"{peak}, {used:.1%} of the budget of {_mib(self.memory_budget)} MiB"
+        reserved = f" and {in_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
+        peak = f"peak {in_mib(self.peak_bytes_after)} MiB{reserved}"
+        return f"{peak}, {used:.1%} of the budget of {in_mib(self.memory_budget)} MiB"
 
     def _peaks(self) -> str:
         if self.peak_bytes_after is None:
             return "peak not measured" if not self.search_passes else "does not fit into memory"
         if self.peak_bytes_before is None:
-            return f"peak {_mib(self.peak_bytes_after)} MiB (the plain model does not fit)"
+            return f"peak {in_mib(self.peak_bytes_after)} MiB (the plain model does not fit)"
         change = self.peak_bytes_after / self.peak_bytes_before - 1
-        return f"peak {_mib(self.peak_bytes_before)} -> {_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
+        return f"peak {in_mib(self.peak_bytes_before)} -> {in_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
 
     def _caption(self) -> str:
         parts = ["sizes in MiB"]
@@ -313,7 +315,7 @@ class Plan:
 
     def _about_budget(self) -> Iterator[str]:
         if self.predicted_peak_bytes is not None:
-            yield f"predicted peak {_mib(self.predicted_peak_bytes)}"
+            yield f"predicted peak {in_mib(self.predicted_peak_bytes)}"
         if self.forward_flops:
             # A backward pass takes about twice the operations of the forward.
             yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"
@@ -353,9 +355,9 @@ def _runs(regions: tuple[RegionPlan, ...], *, measured: bool) -> list[tuple[list
 def _cells(region: RegionPlan, *, measured: bool) -> list[str]:
     cells = [region.class_name, describe_treatment(region)]
     if measured:
-        cells.append("" if region.saved_bytes is None else _mib(region.saved_bytes))
-    stored = _mib(region.stored_bytes) if region.treatment != "keep" else ""
-    return [*cells, _mib(region.input_bytes), stored, region.reason]
+        cells.append("" if region.saved_bytes is None else in_mib(region.saved_bytes))
+    stored = in_mib(region.stored_bytes) if region.treatment != "keep" else ""
+    return [*cells, in_mib(region.input_bytes), stored, region.reason]
 
 
 def _names(run: list[RegionPlan]) -> str:
@@ -375,15 +377,18 @@ def describe_treatment(treated: RegionPlan | Choice) -> str:
     return ", ".join(parts)
 
 
-def _mib(size: int) -> str:
-    """Bytes as MiB: one decimal, three where that would read 0.0, and never a zero for what is not."""
-    if size == 0 or size >= 0.05 * MIB:
-        return f"{size / MIB:.1f}"
-    return f"{size / MIB:.3f}" if size >= 0.0005 * MIB else "<0.001"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading: JSON knows lists, strings and numbers; a plan is checked before anybody trusts it
+
+
+def versions() -> dict[str, str]:
+    """What a plan is made with."""
+    return {
+        "lightning_memopt": __version__,
+        "torch": str(torch.__version__),
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+
 
 T = TypeVar("T", RegionPlan, Trial, Plan)
 

@@ -34,12 +34,13 @@ from lightning_memopt.checkpointing import RegionConfig
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import set_config
 from lightning_memopt.planning.candidates import Candidate
+from lightning_memopt.planning.memory_budget import format_bytes
 from lightning_memopt.planning.model_state import ModelState
 from lightning_memopt.planning.observe import FLOPS_PER_BYTE
-from lightning_memopt.planning.plan import MIB, Outcome, Trial
+from lightning_memopt.planning.plan import Outcome, Trial
+from lightning_memopt.planning.request import Progress
 from lightning_memopt.planning.trial import NoGradientError, Profile, is_out_of_memory, run_forward, run_step
 
-Progress = Callable[[str, int, int], None]
 Layout = Mapping[str, RegionConfig]
 """The checkpointed regions, by path; all others run plain."""
 
@@ -344,7 +345,7 @@ class Search:
             move = Move(f"remove the checkpoint of {path}", (path,), rest)
             too_high = self._known_rise(path)
             if too_high is not None:
-                self._note(4, move, "not tried", None, f"would need at least {too_high / MIB:.1f} MiB")
+                self._note(4, move, "not tried", None, f"would need at least {format_bytes(too_high)}")
                 continue
             measured = self._measure(rest, f"trying to {move.action}")
             peak, peak_now = measured.peak_bytes, self._now.peak_bytes
