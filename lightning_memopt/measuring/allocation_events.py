@@ -200,8 +200,8 @@ def storages_alive(device: torch.device) -> list[torch.UntypedStorage]:
         [400]
     """
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors_alive():
-        for storage in _storages(tensor):
+    for tensor in tensors_alive():
+        for storage in dense_storages(tensor):
             on_device = storage.device.type == device.type and device.index in (None, storage.device.index)
             if on_device and _holds_memory(storage):
                 found[storage._cdata] = storage
@@ -230,7 +230,7 @@ def measuring_repeatedly(device: torch.device) -> Iterator[None]:
         yield
         return
     gc.collect()
-    _SET_ASIDE.extend(weakref.ref(tensor) for tensor in _tensors_alive())
+    _SET_ASIDE.extend(weakref.ref(tensor) for tensor in tensors_alive())
     gc.freeze()
     try:
         yield
@@ -239,7 +239,8 @@ def measuring_repeatedly(device: torch.device) -> Iterator[None]:
         _SET_ASIDE.clear()
 
 
-def _tensors_alive() -> list[Tensor]:
+def tensors_alive() -> list[Tensor]:
+    """All tensors that Python knows of, except gradients, which their parameter holds."""
     kinds = [Tensor]
     for kind in kinds:  # grows while it is walked
         kinds.extend(type.__subclasses__(kind))
@@ -251,7 +252,8 @@ def _tensors_alive() -> list[Tensor]:
     return found
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def dense_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor's elements and its gradient's, those of a sparse tensor's parts included."""
     with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
         shell: object = tensor
         if not is_traceable_wrapper_subclass(shell):
@@ -259,7 +261,7 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
                 yield part.untyped_storage()
     with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
         if tensor.is_leaf and tensor.grad is not None:
-            yield from _storages(tensor.grad)
+            yield from dense_storages(tensor.grad)
 
 
 def _holds_memory(storage: torch.UntypedStorage) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
@@ -50,12 +50,18 @@ class MarkCollector:
         return int(max([since, *(mark.peak_bytes for mark in self.marks)]))
 
 
+class Marks(Protocol):
+    """Takes note of moments."""
+
+    def mark(self, name: str) -> None: ...
+
+
 # Not thread-local: the backward pass of CUDA tensors runs in autograd's own thread.
-_COLLECTOR: MarkCollector | None = None
+_COLLECTOR: Marks | None = None
 
 
 @contextlib.contextmanager
-def collecting_marks(collector: MarkCollector) -> Iterator[None]:
+def collecting_marks(collector: Marks) -> Iterator[None]:
     """Give the marks of the enclosed code to ``collector``."""
     global _COLLECTOR
     before, _COLLECTOR = _COLLECTOR, collector

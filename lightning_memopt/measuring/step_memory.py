@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 
 from lightning_memopt.measuring.allocation_events import AllocationRecorder
 from lightning_memopt.measuring.marks import MarkCollector, MemoryMark, collecting_marks
+from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode
 
 __all__ = ["MemoryPoint", "StepMemory", "measure_memory"]
 
@@ -76,7 +78,9 @@ def measure_memory(step: Callable[[], object], *, device: torch.device | str | N
     On CUDA, and on other devices whose allocator keeps statistics, the allocator is asked; its peak statistics are
     reset, which other readers of ``max_memory_allocated`` will notice. On the CPU the allocation events of the
     profiler are added up on top of the bytes alive at the start. The two agree within 0.5 % where the same tensors
-    are saved for backward. On the CPU torch may print one warning about a "memory block of unknown size" when the
+    are saved for backward. In a ``FakeTensorMode`` the storages that operations make are added up: nothing is computed
+    and no memory is needed, on a device that need not be there; what an operation takes for itself while it runs is
+    not seen. On the CPU torch may print one warning about a "memory block of unknown size" when the
     step frees a tensor from before it; such tensors are accounted for.
 
     Args:
@@ -101,6 +105,8 @@ def measure_memory(step: Callable[[], object], *, device: torch.device | str | N
     if not callable(step):
         raise TypeError(f"measure_memory() runs a callable without arguments; got {type(step).__name__}")
     where = _default_device() if device is None else torch.device(device)
+    if fake_mode() is not None:
+        return _measure_by_operations(step, where)
     if where.type == "cpu":
         return _measure_by_events(step)
     return _measure_by_allocator(step, where)
@@ -130,6 +136,23 @@ def _measure_by_events(step: Callable[[], object]) -> StepMemory:
         device="cpu",
         timeline=tuple(MemoryPoint(time_ms, alive) for time_ms, alive in recording.points),
         marks=recording.marks,
+    )
+
+
+def _measure_by_operations(step: Callable[[], object], device: torch.device) -> StepMemory:
+    gc.collect()
+    trace = StorageTrace(device)
+    begin = time.perf_counter()
+    with trace, collecting_marks(trace):
+        step()
+    return StepMemory(
+        peak_bytes=trace.peak_bytes,
+        start_bytes=trace.start_bytes,
+        end_bytes=trace.end_bytes,
+        step_ms=(time.perf_counter() - begin) * 1e3,
+        device=str(device),
+        timeline=tuple(MemoryPoint(time_ms, alive) for time_ms, alive in trace.points),
+        marks=tuple(trace.marks),
     )
 
 

@@ -1,0 +1,97 @@
+"""Steps on fake tensors take, by measurement, what real ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
+
+Make = Callable[[], tuple[nn.Module, Tensor]]
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    layers = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3))
+    return nn.Sequential(*layers), torch.randn(4, 16, 32)
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    def block(inputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+
+    return nn.Sequential(block(3), block(8), nn.Flatten(), nn.Linear(288, 10)), torch.randn(4, 3, 32, 32)
+
+
+def step_of(make: Make, *, fake: bool) -> StepMemory:
+    with FakeTensorMode() if fake else nullcontext():
+        model, data = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            loss = model(data).square().mean()
+            mark_memory("forward")
+            loss.backward()
+            mark_memory("backward")
+            del loss
+            optimizer.step()
+
+        step()
+        optimizer.zero_grad()
+        return measure_memory(step, device="cpu")
+
+
+@pytest.mark.parametrize("make", [transformer, convolutions])
+def test_fake_tensors_take_the_bytes_of_real_ones(make: Make) -> None:
+    real, fake = (step_of(make, fake=is_fake) for is_fake in (False, True))
+    # Scalars that torch makes of Python numbers while it runs an operation are no operation of their own.
+    assert fake.peak_bytes == pytest.approx(real.peak_bytes, abs=64)
+    assert (fake.start_bytes, fake.end_bytes) == (real.start_bytes, real.end_bytes)
+    for seen, expected in zip(fake.marks, real.marks, strict=True):
+        assert (seen.name, seen.bytes) == (expected.name, expected.bytes)
+        # A convolution takes a workspace of its own while it runs.
+        assert 0.98 * expected.peak_bytes <= seen.peak_bytes <= expected.peak_bytes
+
+
+def test_nothing_has_to_fit_into_memory_to_be_measured() -> None:
+    with FakeTensorMode():
+        layer = nn.Linear(1 << 20, 1 << 20, bias=False)  # 4 TiB
+        data = torch.empty(1, 1 << 20)
+        report = measure_memory(lambda: layer(data).sum().backward(), device="cpu")
+    assert report.end_bytes - report.start_bytes == 4 << 40
+
+
+def test_a_device_that_is_not_there_hands_out_its_blocks() -> None:
+    with FakeTensorMode():
+        kept = []
+        report = measure_memory(lambda: kept.append(torch.empty(1000, device="cuda")), device="cuda")
+    assert report.end_bytes - report.start_bytes == 4096
+
+
+def test_other_devices_and_real_tensors_do_not_count() -> None:
+    real = torch.zeros(1000)
+    with FakeTensorMode():
+        kept = [torch.empty(1000, device="cuda")]
+        report = measure_memory(lambda: kept.append(torch.empty(1000, device="cuda")), device="cpu")
+    assert report.peak_bytes == report.start_bytes == 0
+    assert real.numel() == 1000
+
+
+def test_views_take_nothing_and_resized_storages_what_they_grow_by() -> None:
+    with FakeTensorMode():
+        kept = [torch.empty(1000, dtype=torch.uint8)]
+
+        def step() -> None:
+            kept.append(kept[0][10:20])
+            mark_memory("view")
+            kept[0].resize_(3000)
+            mark_memory("resized")
+            kept.clear()
+
+        report = measure_memory(step, device="cpu")
+    assert [mark.bytes - report.start_bytes for mark in report.marks] == [0, 2000]
+    assert report.end_bytes == report.start_bytes - 1000
