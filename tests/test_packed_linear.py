@@ -23,6 +23,7 @@ from lightning_memopt.ops import packed_linear as implementation
 from lightning_memopt.ops.bit_pack import bit_pack_rows
 from lightning_memopt.ops.launch import Kernel, backend_for, launch, use_backend
 from lightning_memopt.ops.packed_linear import packed_linear, packed_linear_grad_weight
+from tests.benchmark_scripts import benchmark_scripts
 from tests.kernel_backends import Kernels, examples
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -853,3 +854,9 @@ def test_chunks_cover_all_rows_within_the_workspace(rows: int, features: int, in
         assert chunk == rows or chunk % 128 == 0
         assert 1 <= chunk <= rows + 127
         assert chunk * row_bytes <= most
+
+
+def test_adding_the_smallest_plane_first_rounds_least_on_tensor_cores() -> None:
+    with benchmark_scripts("plane_rounding") as [script]:
+        one_sum, largest_first, smallest_first, apart = script.errors(in_features=1024, density=0.5, cases=64).values()
+    assert max(smallest_first, apart) < one_sum < largest_first
