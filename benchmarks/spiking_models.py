@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from models import Benchmark, Size
+from benchmark_case import Benchmark, Size
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from spikingjelly.activation_based.layer.attention import SpikingSelfAttention
 from spikingjelly.activation_based.model.sew_resnet import BasicBlock, SEWResNet, sew_resnet34

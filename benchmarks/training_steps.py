@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from models import Benchmark, Precision
+from benchmark_case import Benchmark, Precision
 from torch import Tensor, nn
 
 MIB = 2**20

@@ -237,8 +237,9 @@ def benchmark(models: Any, name: str) -> Step:
         torch.manual_seed(0)
         tokens = torch.randint(128, (4, 65))
         batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        model = models.GPT(vocabulary=128, length=64, width=64, heads=4, depth=4)
-        return Step(model, lambda model: models.next_token_loss(model, batch), (models.GPTBlock,))
+        dense: Any = sys.modules["dense_models"]
+        model = dense.GPT(vocabulary=128, length=64, width=64, heads=4, depth=4)
+        return Step(model, lambda model: dense.next_token_loss(model, batch), (dense.GPTBlock,))
     built = models.build(name, size="tiny")
     spiking: Any = sys.modules["spiking_models"]
     if name == "block":
