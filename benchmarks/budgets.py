@@ -73,6 +73,7 @@ from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, fin
 from lightning_memopt.planning.apply import treated_as
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.region_costs import ObservedStep, observe_step, treatment_arguments
+from lightning_memopt.planning.regions import with_surroundings
 from lightning_memopt.planning.solve import pick, solve, trade_off
 from lightning_memopt.planning.within_budget import choices_of
 
@@ -218,7 +219,7 @@ class Bench:
     def observe(self) -> ObservedStep:
         """What the planner sees: the same that it sees in every call of :meth:`optimize`."""
         with unchanged(self.model) as state:
-            regions = find_targets(self.model).regions
+            regions = with_surroundings(self.model, find_targets(self.model)).regions
             return observe_step(self.model, regions, self.step, state, device=self.device)
 
     @contextmanager
@@ -360,7 +361,10 @@ def _with_figures(row: Row, bench: Bench, known: PlainModel, choices: Mapping[st
 
 def choices_in(plan: Plan) -> dict[str, Choice]:
     """The treatment of every region that is not kept, by path."""
-    return {region.path: Choice(region.treatment, region.compressor, region.chunks) for region in plan.treated}
+    return {
+        region.path: Choice(region.treatment, region.compressor, region.chunks, region.cheap_chunks)
+        for region in plan.treated
+    }
 
 
 def added_time(costs: StepCosts, choices: Mapping[str, Choice]) -> float:
@@ -378,7 +382,9 @@ def added_time(costs: StepCosts, choices: Mapping[str, Choice]) -> float:
 def _in_words(choices: Mapping[str, Choice]) -> str:
     """``2 pack, 1 recompute, 1 recompute x4``."""
     words = Counter(
-        choice.treatment.replace("_", " ") + (f" x{choice.chunks}" if choice.chunks > 1 else "")
+        choice.treatment.replace("_", " ")
+        + (f" x{choice.chunks}" if choice.chunks > 1 else "")
+        + (f" ({choice.cheap_chunks} cheap)" if choice.cheap_chunks else "")
         for choice in choices.values()
     )
     return ", ".join(f"{count} {word}" for word, count in sorted(words.items())) or "all kept"

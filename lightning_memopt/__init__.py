@@ -15,6 +15,7 @@ _HOME = {
     "MemoryOptimization": "callbacks",
     "MemoryMonitor": "callbacks",
     "optimize_memory": "planning",
+    "find_batch_size": "planning",
     "Plan": "planning",
     "MemoryBudgetError": "planning",
     "apply_plan": "planning",
@@ -31,6 +32,7 @@ _HOME = {
     "IntegerSpikeCompressor": "checkpointing",
     "NonBinarySpikeError": "checkpointing",
     "measure_memory": "measuring",
+    "estimate_memory": "accounting",
     "IFLinear": "layers",
     "LIFLinear": "layers",
     "fuse_neurons": "fused_neurons",
@@ -41,6 +43,7 @@ _MODULES = ("functional", "surrogate")
 if TYPE_CHECKING:
     from lightning_memopt import functional as functional
     from lightning_memopt import surrogate as surrogate
+    from lightning_memopt.accounting import estimate_memory
     from lightning_memopt.callbacks import MemoryMonitor, MemoryOptimization
     from lightning_memopt.checkpointing import (
         BitSpikeCompressor,
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
         Plan,
         applied_plan,
         apply_plan,
+        find_batch_size,
         optimize_memory,
         remove_plan,
     )
@@ -84,6 +88,8 @@ __all__ = [
     "apply_plan",
     "checkpoint",
     "checkpoint_module",
+    "estimate_memory",
+    "find_batch_size",
     "functional",
     "fuse_neurons",
     "measure_memory",

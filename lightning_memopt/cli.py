@@ -5,51 +5,51 @@ Command line
 ``python -m lightning_memopt plan --config config.yaml --budget 24GiB`` makes a plan for a training that LightningCLI
 describes, without training, on any machine that can run one of its steps: the CPU will do for the budget of a GPU. The
 plan is written as a file that ``MemoryOptimization(plan=...)`` applies.
+
+``python -m lightning_memopt report --config config.yaml`` measures one step of it and writes who holds the bytes as a
+page: before and after the ``MemoryOptimization`` of the configuration, or one with ``--budget``.
+
+``python -m lightning_memopt estimate llama-2-7b`` and ``suggest`` run nothing: they know a transformer by its numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import inspect
-import logging
+import gc
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
+from lightning_memopt.accounting.command_line import add_commands
 from lightning_memopt.planning.memory_budget import budget_bytes
 from lightning_memopt.planning.plan import Plan
 from lightning_memopt.planning.within_budget import MemoryBudgetError
+
+if TYPE_CHECKING:
+    from lightning_memopt.measuring import StepMemory
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with status 2 for wrong arguments, 1 for a budget that cannot be kept."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    budget = int(given.budget) if given.budget.isdecimal() else given.budget
+    given.run(given, parser)
+
+
+def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    from lightning_memopt.training_config import UnreadableConfigError
+
+    training = _training(given, parser)
+    if given.picture is not None and find_spec("matplotlib") is None:
+        parser.error("--picture draws with matplotlib, which is not installed: pip install 'lightning-memopt[plots]'")
     try:
-        budget_bytes(budget, device_bytes=None if given.accelerator == "cpu" else 1 << 60)
-    except ValueError as error:
-        parser.error(f"--budget: {error}")
-    for path in given.config:
-        if not path.is_file():
-            parser.error(f"--config {path}: there is no such file")
-    try:
-        plan = plan_of_config(
-            given.config,
-            budget,
-            model=None if given.model is None else _class_at(given.model),
-            data=None if given.data is None else _class_at(given.data),
-            cli=None if given.cli is None else _class_at(given.cli),
-            accelerator=given.accelerator,
-        )
-    except (ImportError, UnreadableConfigError) as error:
+        plan = plan_of_config(budget=given.budget, shapes_only=given.shapes_only, **training)
+    except UnreadableConfigError as error:
         parser.error(str(error))
     except MemoryBudgetError as error:
         print(error, file=sys.stderr)
@@ -60,10 +60,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Console().print(plan.table())
     plan.save(given.output)
     print(f"The plan is in {given.output}: MemoryOptimization(plan={str(given.output)!r})", file=sys.stderr)
+    if given.picture is not None:
+        from lightning_memopt.accounting import plot_plan
+
+        plot_plan(plan, given.picture)
+        print(f"The picture is in {given.picture}", file=sys.stderr)
 
 
-class UnreadableConfigError(ValueError):
-    """LightningCLI does not accept a configuration."""
+def _report(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    from lightning_memopt.accounting import comparison_table, report_json, report_summary, write_report
+    from lightning_memopt.training_config import UnreadableConfigError
+
+    training = _training(given, parser)
+    try:
+        before, after, plan = steps_of_config(budget=given.budget, **training)
+    except UnreadableConfigError as error:
+        parser.error(str(error))
+    except (MemoryBudgetError, NoStepError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    title = given.title or f"Memory of a training step of {given.config[0].name}"
+    page = write_report(given.output, before, after, title=title, plan=plan)
+    if given.json:
+        print(report_json(before, after, plan=plan), end="")
+    else:
+        console = Console()
+        console.print(comparison_table(before, after, title=title))
+        for sentence in report_summary(before, after):
+            console.print(sentence)
+    print(f"The report is in {page}", file=sys.stderr)
+
+
+def _training(given: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The training that the arguments name."""
+    from lightning_memopt.training_config import class_at
+
+    if given.budget is not None:
+        given.budget = int(given.budget) if given.budget.isdecimal() else given.budget
+        try:
+            budget_bytes(given.budget, device_bytes=None if given.accelerator == "cpu" else 1 << 60)
+        except ValueError as error:
+            parser.error(f"--budget: {error}")
+    for path in given.config:
+        if not path.is_file():
+            parser.error(f"--config {path}: there is no such file")
+    named = {"model": given.model, "data": given.data, "cli": given.cli}
+    try:
+        classes = {name: None if path is None else class_at(path) for name, path in named.items()}
+    except ImportError as error:
+        parser.error(str(error))
+    return {"config": given.config, "accelerator": given.accelerator, **classes}
 
 
 def plan_of_config(
@@ -74,6 +120,7 @@ def plan_of_config(
     data: type | None = None,
     cli: Any = None,
     accelerator: str = "cpu",
+    shapes_only: bool = False,
 ) -> Plan:
     """The plan for a training that LightningCLI describes, within a budget.
 
@@ -85,108 +132,93 @@ def plan_of_config(
         cli: subclass of LightningCLI to read the configuration with, where arguments of its own are linked or added.
         accelerator: where the step is observed and measured. The trainer's own accelerator, devices, strategy,
             callbacks and loggers are not used; its precision and gradient settings are.
+        shapes_only: whether to make a model that holds no memory, and to compute nothing.
 
     Raises:
-        ImportError: the extra ``cli`` is not installed.
         MemoryBudgetError: no plan is within the budget.
-        UnreadableConfigError: LightningCLI does not accept the configuration.
+        UnreadableConfigError: LightningCLI does not accept the configuration, or the extra ``cli`` is not installed.
     """
-    try:
-        import jsonargparse  # noqa: F401 - LightningCLI says only later that it is missing
-        from lightning.pytorch.cli import LightningCLI
-    except ImportError as error:
-        raise ImportError(
-            f"Reading a LightningCLI configuration needs jsonargparse ({error}). Install it with: "
-            "pip install 'lightning-memopt[cli]'"
-        ) from error
     from lightning_memopt.callbacks import MemoryOptimization
+    from lightning_memopt.training_config import fit_quietly, read_training
 
     callback = MemoryOptimization(memory_budget=budget, verbose=False)
-    settings: dict[str, Any] = {
-        "accelerator": accelerator,
-        "devices": 1,
-        "strategy": "auto",
-        "num_nodes": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 0,
-        "max_steps": -1,
-        "callbacks": "null",
-    }
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # It warns everybody who passes arguments from Python while the process has some of its own, as ours does.
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-        read_from = [_without_subcommand(path, Path(folder), number) for number, path in enumerate(config)]
-        try:
-            read: Any = (cli or LightningCLI)(
-                model,
-                data,
-                run=False,
-                subclass_mode_model=model is None,
-                subclass_mode_data=data is None,
-                save_config_callback=None,
-                parser_kwargs={"parser_mode": "yaml", "exit_on_error": False},
-                args=[
-                    *(argument for path in read_from for argument in ("--config", str(path))),
-                    *(f"--trainer.{name}={value}" for name, value in settings.items()),
-                ],
-            )
-        except argparse.ArgumentError as error:
-            raise UnreadableConfigError(
-                f"LightningCLI does not accept the configuration: {error}. If it names no class_path for model and "
-                "data, name the classes by --model and --data; if your own LightningCLI reads it, name that by --cli."
-            ) from error
-    read.trainer.callbacks.append(callback)
-    with _quiet():
-        read.trainer.fit(read.model, datamodule=read.datamodule)
+    trainer, module, datamodule = read_training(
+        config, model=model, data=data, cli=cli, accelerator=accelerator, shapes_only=shapes_only
+    )
+    trainer.callbacks.append(callback)
+    fit_quietly(trainer, module, datamodule)
     assert callback.plan is not None
     return callback.plan
 
 
-def _without_subcommand(path: Path, folder: Path, number: int) -> Path:
-    """The configuration without what only ``fit`` takes, so that one that a run has saved can be read, too."""
-    import yaml
-    from lightning.pytorch import Trainer
-
-    content = yaml.safe_load(path.read_text())
-    if not isinstance(content, dict):
-        raise UnreadableConfigError(f"--config {path}: not a configuration of LightningCLI, which is a YAML mapping.")
-    content = content.get("fit", content)
-    of_fit = inspect.signature(Trainer.fit).parameters.keys()
-    kept = {key: value for key, value in content.items() if key not in of_fit or key == "model"}
-    target = folder / f"config{number}.yaml"
-    target.write_text(yaml.safe_dump(kept))
-    return target
+class NoStepError(RuntimeError):
+    """A training made no step that could be measured."""
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing is trained, so what the Trainer says of its training is no news."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+def steps_of_config(
+    config: Sequence[Path],
+    budget: int | str | None = None,
+    *,
+    model: type | None = None,
+    data: type | None = None,
+    cli: Any = None,
+    accelerator: str = "cpu",
+) -> tuple[StepMemory, StepMemory | None, Plan | None]:
+    """One measured step of a training that LightningCLI describes, plain and with its plan.
+
+    Args:
+        config: configuration files as ``fit --config`` takes them: ``model``, ``data``, ``trainer``, ``optimizer``.
+        budget: as ``memory_budget`` of :func:`optimize_memory`. ``None``: the ``MemoryOptimization`` of the
+            configuration, where it names one.
+        model: class of the LightningModule, where the configuration does not name it by ``class_path``.
+        data: class of the LightningDataModule, likewise.
+        cli: subclass of LightningCLI to read the configuration with, where arguments of its own are linked or added.
+        accelerator: where the steps run. The trainer's own accelerator, devices, strategy, other callbacks and loggers
+            are not used; its precision and gradient settings are.
+
+    Returns:
+        The plain step, and, if there is a plan to apply, the step with it and the plan. Where the plain step does not
+        fit into memory, the step with the plan is the first and the second is ``None``.
+
+    Raises:
+        MemoryBudgetError: no plan is within the budget.
+        NoStepError: the training made no step.
+        UnreadableConfigError: LightningCLI does not accept the configuration, or the extra ``cli`` is not installed.
+    """
+    from lightning_memopt.callbacks import MeasuredStep, MemoryOptimization
+    from lightning_memopt.training_config import fit_quietly, read_training
+
+    def measured(*, planned: bool) -> tuple[StepMemory, Plan | None]:
+        kept = MemoryOptimization if planned and budget is None else None
+        trainer, module, datamodule = read_training(
+            config, model=model, data=data, cli=cli, accelerator=accelerator, max_epochs=-1, kept_callback=kept
+        )
+        if planned and budget is not None:
+            trainer.callbacks.append(MemoryOptimization(memory_budget=budget))
+        step = MeasuredStep()
+        trainer.callbacks.append(step)
+        optimizations = [callback for callback in trainer.callbacks if isinstance(callback, MemoryOptimization)]
+        for callback in optimizations:
+            callback.verbose = False  # the report shows the plan
+        fit_quietly(trainer, module, datamodule)
+        if step.memory is None:
+            raise NoStepError("No step could be measured: the data has no batch, or the training ended in its first.")
+        return step.memory, optimizations[0].plan if optimizations else None
+
+    first, plan = measured(planned=True)
+    if plan is None:
+        return first, None, None
+    gc.collect()  # what the first training left in reference cycles is not the second one's memory
     try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _class_at(path: str) -> type:
-    """The class at an import path such as ``package.module.Class``."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ImportError(f"there is no class {path!r}: {error}") from error
-    if not isinstance(found, type):
-        raise ImportError(f"{path!r} is no class, it is {found!r}")
-    return found
+        return measured(planned=False)[0], first, plan
+    except torch.OutOfMemoryError:
+        return first, None, plan
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_memopt", description="Plan the memory of a training.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_memopt", description="Plan the memory of a training, and see where it goes."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser(
         "plan",
@@ -196,18 +228,49 @@ def _parser() -> argparse.ArgumentParser:
             "bytes, print it and write it to a file that MemoryOptimization(plan=...) applies."
         ),
     )
-    plan.add_argument(
-        "--config", required=True, action="append", type=Path, help="configuration of LightningCLI; may be repeated"
-    )
-    plan.add_argument(
-        "--model", metavar="CLASS", help="import path of the LightningModule, if not in the configuration"
-    )
-    plan.add_argument("--data", metavar="CLASS", help="import path of the datamodule, if not in the configuration")
-    plan.add_argument("--cli", metavar="CLASS", help="import path of a subclass of LightningCLI to read it with")
+    plan.set_defaults(run=_plan)
+    _add_training(plan)
     plan.add_argument(
         "--budget", required=True, help="bytes that a step may take: 24GiB, 800MiB, or 80%% of the device"
     )
     plan.add_argument("--output", type=Path, default=Path("memory_plan.json"), help="file for the plan (%(default)s)")
-    plan.add_argument("--accelerator", default="cpu", help="where to run the observed step: cpu (default), gpu, ...")
+    plan.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="for models that do not fit here: make them without memory, follow shapes and compute nothing",
+    )
+    plan.add_argument("--picture", metavar="FILE", type=Path, help="draw the plan, as .png, .svg or .pdf")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
+    report = commands.add_parser(
+        "report",
+        help="measure a training step and write who holds its bytes as a page",
+        description=(
+            "Run two training steps of a LightningCLI configuration, measure the second with every byte attributed, "
+            "print who holds the bytes at the peak and write a page (HTML, without network) with the step over time "
+            "and the activations of each module. If the configuration has MemoryOptimization among its callbacks, or "
+            "a budget is given, it does so before and after."
+        ),
+    )
+    report.set_defaults(run=_report)
+    _add_training(report)
+    report.add_argument("--budget", help="bytes that a step may take; shows the step with the plan for it")
+    report.add_argument(
+        "--output", type=Path, default=Path("memory_report.html"), help="file for the page (%(default)s)"
+    )
+    report.add_argument("--title", help="heading of the page")
+    report.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
+    add_commands(commands)
     return parser
+
+
+def _add_training(command: argparse.ArgumentParser) -> None:
+    """The arguments that name a training."""
+    command.add_argument(
+        "--config", required=True, action="append", type=Path, help="configuration of LightningCLI; may be repeated"
+    )
+    command.add_argument(
+        "--model", metavar="CLASS", help="import path of the LightningModule, if not in the configuration"
+    )
+    command.add_argument("--data", metavar="CLASS", help="import path of the datamodule, if not in the configuration")
+    command.add_argument("--cli", metavar="CLASS", help="import path of a subclass of LightningCLI to read it with")
+    command.add_argument("--accelerator", default="cpu", help="where to run the step: cpu (default), gpu, ...")

@@ -27,12 +27,16 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_plan_for_a_configuration_is_printed_written_and_applied(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     how = ["--model", "model.ByteGPT", "--data", "data.StandardLibraryText", "--cli", "cli.TextCLI"]
-    done = run("plan", "--config", "config.yaml", *how, "--budget", "60MiB", "--output", str(file), folder=EXAMPLE)
+    picture = tmp_path / "plan.png"
+    asked = ["--budget", "60MiB", "--output", str(file), "--picture", str(picture)]
+    done = run("plan", "--config", "config.yaml", *how, *asked, folder=EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert "of the budget of 60.0 MiB" in done.stdout
     assert "Warning" not in done.stderr
     plan = Plan.load(file)
     assert plan.memory_budget == 60 * 2**20
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"The picture is in {picture}" in done.stderr
     assert plan.treated
     assert plan.peak_bytes_after + plan.reserved_bytes <= plan.memory_budget
     # The optimizer of the configuration counts: two moments of every parameter.
@@ -68,6 +72,16 @@ def test_a_configuration_that_names_its_classes_needs_no_more_and_a_refusal_is_a
     assert "Allow at least" in done.stderr
     assert "Traceback" not in done.stderr
     assert not file.exists()
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_memopt.cli.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config", __file__, "--budget", "1GiB", "--picture", "plan.png"])
+    assert ended.value.code == 2
+    assert "lightning-memopt[plots]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,49 @@ def test_a_readme_installs_from_a_clone_and_names_files_that_exist(name: str) ->
     files = set(re.findall(r"examples/\S+\.(?:py|yaml)", text))
     assert len(files) == 3
     assert all((ROOT / file).is_file() for file in files)
+
+
+def test_the_memory_report_example_shows_both_networks_before_and_after(tmp_path: Path) -> None:
+    small = "{'width': 64, 'heads': 2, 'depth': 3, 'length': 64, 'batch_size': 4}, {'channels': 8, 'batch_size': 16}"
+    program = (
+        "import sys, json\n"
+        f"sys.path.insert(0, {str(EXAMPLES / 'memory_report')!r})\n"
+        "import report\n"
+        f"json.dump(report.main({small}), open('result.json', 'w'))\n"
+    )
+    output = run(["-c", program], tmp_path)
+    peaks = json.loads((tmp_path / "result.json").read_text())
+    assert list(peaks) == ["gpt", "spiking"]
+    for name, peak in peaks.items():
+        assert peak["after"] < 0.8 * peak["before"]
+        folder = tmp_path / "outputs" / "memory_report" / name
+        assert {path.name for path in folder.iterdir()} == {"report.html", "over_the_step.png", "at_the_peak.png"}
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        for size in peak.values():
+            assert f"{size / 2**20:.1f} MiB" in page
+            assert f"takes {size / 2**20:.1f} MiB" in output
+        assert {"gpt": "blocks.*.mlp", "spiking": "features.*.neuron"}[name] in page
+
+
+@pytest.mark.parametrize(
+    ("name", "small"),
+    [("gpt", {"width": 64, "heads": 2, "depth": 3}), ("spiking", {"channels": 8})],
+)
+def test_the_memory_report_example_runs_from_yaml(tmp_path: Path, name: str, small: dict[str, int]) -> None:
+    smaller = tmp_path / "smaller.yaml"
+    smaller.write_text(json.dumps({"model": {"init_args": small}, "data": {"init_args": {"batch_size": 4}}}))
+    config = ["--config", str(EXAMPLES / "memory_report" / f"{name}.yaml"), "--config", str(smaller)]
+    content = json.loads(run(["-m", "lightning_memopt", "report", *config, "--json"], tmp_path))
+    assert content["after"]["peak_bytes"] < 0.9 * content["before"]["peak_bytes"]
+    assert {region["treatment"] for region in content["plan"]["regions"]} == {"recompute"}
+    assert (tmp_path / "memory_report.html").is_file()
+
+
+def test_the_readme_of_the_memory_report_names_files_that_exist() -> None:
+    text = (EXAMPLES / "memory_report" / "README.md").read_text()
+    assert re.findall(r"^pip install .*$", text, flags=re.MULTILINE) == ["pip install '.[examples]'"]
+    files = set(re.findall(r"examples/\S+\.(?:py|yaml)", text))
+    assert len(files) == 3
+    assert all((ROOT / file).is_file() for file in files)
+    (picture,) = re.findall(r"!\[.*\]\((\S+)\)", text)
+    assert (EXAMPLES / "memory_report" / picture).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 from lightning_memopt import MemoryOptimization
@@ -378,3 +380,132 @@ def test_ranks_with_unequal_batches_agree_and_refuse_together() -> None:
     assert peak <= budgets[0]
     assert treated > 0  # the second rank's batch alone asks for it
     assert "Allow at least" in first["results"][budgets[1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What lies beside the blocks, and the two ends
+
+
+class ResidualSpikes(nn.Module):
+    """The block of SEW-ResNet: two convolutions, norms and neurons, spikes added at the end."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for number in (1, 2):
+            setattr(self, f"conv{number}", layer.Conv2d(channels, channels, 3, padding=1, bias=False, step_mode="m"))
+            setattr(self, f"norm{number}", layer.BatchNorm2d(channels, step_mode="m"))
+            setattr(self, f"neuron{number}", neuron.IFNode(step_mode="m"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.neuron2(self.norm2(self.conv2(self.neuron1(self.norm1(self.conv1(x))))))
+
+
+class StemAndBlocks(nn.Module):
+    """A stem of single layers on large images, then repeated blocks on small ones, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = layer.Conv2d(3, 16, 3, padding=1, bias=False, step_mode="m")
+        self.norm = layer.BatchNorm2d(16, step_mode="m")
+        self.neuron = neuron.IFNode(step_mode="m")
+        self.pool = layer.MaxPool2d(2, step_mode="m")
+        self.blocks = nn.Sequential(*(ResidualSpikes(16) for _ in range(3)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        functional.reset_net(self)
+        return self.head(self.blocks(self.pool(self.neuron(self.norm(self.conv(x))))).mean(dim=(0, 3, 4)))
+
+
+IMAGES = torch.rand(4, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def image_loss(model: nn.Module) -> Tensor:
+    return model(IMAGES).square().mean()
+
+
+def image_network() -> nn.Module:
+    seed_everything(0)
+    return StemAndBlocks()
+
+
+def image_peak(model: nn.Module) -> int:
+    model.zero_grad()
+    peak = measure_memory(lambda: image_loss(model).backward()).peak_bytes
+    model.zero_grad()
+    functional.reset_net(model)
+    return peak
+
+
+def least_image_budget(**options: Any) -> int:
+    with pytest.raises(MemoryBudgetError) as refused:
+        optimize_memory(image_network(), example_forward=image_loss, memory_budget=1, **options)
+    return refused.value.least_bytes
+
+
+def test_layers_beside_the_blocks_are_treated_where_no_classes_are_named() -> None:
+    plain = image_network()
+    image_loss(plain).backward()
+    functional.reset_net(plain)
+    with_stem, blocks_alone = least_image_budget(), least_image_budget(targets=ResidualSpikes)
+    # The stem holds several tensors of this size, 16 channels on whole images; then the peak is somewhere else.
+    assert with_stem <= blocks_alone - 4 * 16 * IMAGES[..., 0, :, :].numel() // 2
+    for targets, budget in ((None, with_stem), (ResidualSpikes, blocks_alone)):
+        gc.collect()
+        model = image_network()
+        optimize_memory(model, targets, example_forward=image_loss, memory_budget=budget + _SLACK)
+        plan = applied_plan(model)
+        assert plan is not None
+        beside = {region.path for region in plan.treated} & {"conv", "norm", "neuron", "pool", "head"}
+        assert bool(beside) == (targets is None)
+        image_loss(model).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=1e-6 * float(one.grad.abs().max()))
+        functional.reset_net(model)
+        del model, other
+
+
+def test_the_least_peak_is_no_higher_than_that_of_recomputing_every_block() -> None:
+    from spikingjelly.activation_based.model.sew_resnet import BasicBlock, SEWResNet
+
+    def make() -> nn.Module:
+        seed_everything(0)
+        options = {"cnf": "ADD", "spiking_neuron": neuron.IFNode, "detach_reset": True, "num_classes": 10}
+        network = SEWResNet(BasicBlock, [4, 1, 1, 1], surrogate_function=surrogate.ATan(), **options)
+        functional.set_step_mode(network, "m")
+        return network
+
+    images = torch.randn(4, 2, 3, 48, 48)
+
+    def forward(model: nn.Module) -> Tensor:
+        functional.reset_net(model)
+        return model(images).square().mean()
+
+    def least() -> int:
+        with pytest.raises(MemoryBudgetError) as refused:
+            optimize_memory(make(), BasicBlock, example_forward=forward, memory_budget=1)
+        return refused.value.least_bytes
+
+    least_bytes = least()  # the error holds the model as long as it is there
+    gc.collect()
+    model = make()
+    optimize_memory(model, BasicBlock, example_forward=forward, level=1)
+    for _ in range(2):  # the first step learns
+        every_block = measure_memory(lambda: forward(model).backward()).peak_bytes
+        model.zero_grad()
+    # The states that blocks leave behind are predicted as those of the treatment that leaves the least.
+    assert least_bytes <= 1.0005 * every_block
+
+
+@pytest.mark.parametrize("make", [network, image_network])
+def test_a_budget_of_the_plain_peak_gives_the_plain_model(make: Any) -> None:
+    model = make()
+    forward = loss if make is network else image_loss
+    for _ in range(2):
+        peak = measure_memory(lambda: forward(model).backward()).peak_bytes
+        model.zero_grad()
+        functional.reset_net(model)
+    optimize_memory(model, example_forward=forward, memory_budget=peak)
+    plan = applied_plan(model)
+    assert plan is not None
+    assert plan.treated == ()

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import copy
 import csv
+import gc
 import pickle
+import re
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +19,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memopt.callbacks import memory_monitor
+from lightning_memopt import checkpoint_module
+from lightning_memopt.callbacks import memory_monitor, out_of_memory
+from lightning_memopt.callbacks.leak_watch import LeakWatch
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
 from lightning_memopt.measuring import measure_memory
+from lightning_memopt.measuring.allocation_events import storages_alive
+from lightning_memopt.measuring.consumers import CONSUMERS
+from lightning_memopt.measuring.storage_trace import StorageTrace
 from tests.ranks import run_ranks
 
 MIB = 2**20
@@ -389,6 +398,7 @@ def test_a_batch_without_a_size_gives_no_samples_but_all_else(tmp_path: Path) ->
         ({"trace_every_n_steps": -1}, "whole number of optimizer steps.*got -1"),
         ({"trace_every_n_steps": 1.5}, "got 1.5"),
         ({"trace_every_n_steps": True}, "got True"),
+        ({"breakdown_every_n_steps": -1}, "breakdown_every_n_steps.*whole number of optimizer steps.*got -1"),
         ({"batch_size_fn": 3}, "takes a function of the batch; got 3"),
     ],
 )
@@ -397,8 +407,9 @@ def test_wrong_arguments_are_refused_when_the_callback_is_made(arguments: dict[s
         MemoryMonitor(**arguments)
 
 
-def test_traces_beside_the_pytorch_profiler_are_refused_before_training(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, MemoryMonitor(trace_every_n_steps=5), profiler="pytorch")
+@pytest.mark.parametrize("option", ["trace_every_n_steps", "breakdown_every_n_steps"])
+def test_traces_beside_the_pytorch_profiler_are_refused_before_training(tmp_path: Path, option: str) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(**{option: 5}), profiler="pytorch")
     with pytest.raises(MisconfigurationException, match="only one can run at a time"):
         trainer.fit(Net())
 
@@ -408,6 +419,311 @@ def test_the_callback_can_be_copied_and_pickled(tmp_path: Path) -> None:
     _trainer(tmp_path, monitor).fit(Net())
     for twin in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
         assert (twin.trace_every_n_steps, twin.reset_peak) == (3, False)
+
+
+# Who holds the bytes.
+
+
+class AdamNet(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_every_nth_step_is_broken_down_and_the_parts_add_up_to_its_peak(tmp_path: Path) -> None:
+    logger, monitor = CSVLogger(tmp_path), MemoryMonitor(breakdown_every_n_steps=3)
+    model = AdamNet(hidden=512)
+    trainer = _trainer(tmp_path, monitor, logger=logger)
+    trainer.fit(model)
+    *steps, _ = _rows(logger)
+    assert ["peak_parameters_mib" in row for row in steps] == [False, False, True] * 2
+    assert ["step_ms" in row for row in steps] == [True, True, False] * 2
+    for row in (steps[2], steps[5]):
+        parts = [float(row[f"peak_{name}_mib"]) for name in CONSUMERS]
+        assert sum(parts) == pytest.approx(float(row["peak_allocated_mib"]), rel=1e-5)
+        assert float(row["peak_parameters_mib"]) == pytest.approx(_bytes_of(model) / MIB, rel=1e-5)
+    assert monitor.breakdown is not None
+    at_end = monitor.breakdown.at("forward end")
+    # Tanh saves its result, which the layer behind it saves as well; the loss is outside of all modules.
+    assert at_end.activations_by_module["layers.1"] == BATCH * 512 * 4
+    assert at_end.optimizer_state >= 2 * _bytes_of(model)
+    assert at_end.inputs == BATCH * 8 * 4
+
+
+def test_of_micro_batches_the_one_with_the_highest_peak_is_shown(tmp_path: Path) -> None:
+    monitor = MemoryMonitor(breakdown_every_n_steps=1)
+    trainer = _trainer(tmp_path, monitor, accumulate_grad_batches=3)
+    trainer.fit(AdamNet(batches=3))
+    assert monitor.breakdown is not None
+    metrics = _monitored(trainer)
+    assert metrics["peak_allocated_mib"] == pytest.approx(monitor.breakdown.peak_bytes / MIB, rel=1e-5)
+
+
+def test_breakdowns_change_no_gradient_and_leave_no_hook(tmp_path: Path) -> None:
+    def weights(*callbacks: Callback) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = AdamNet()
+        _trainer(tmp_path, *callbacks, max_epochs=2).fit(model)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for plain, seen in zip(weights(), weights(MemoryMonitor(breakdown_every_n_steps=2)), strict=True):
+        assert torch.equal(plain, seen)
+    assert not nn.modules.module._global_forward_hooks
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_step_that_is_not_broken_down_keeps_nothing_and_calls_nothing_of_the_attribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the step is not one to be broken down")
+
+    for name in ("StepAttribution", "batch_shapes", "report_out_of_memory"):
+        monkeypatch.setattr(memory_monitor, name, never)
+    monitor = MemoryMonitor()
+    kept: list[int] = []
+
+    class CountTensors(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gc.collect()
+            kept.append(sum(storage.nbytes() for storage in storages_alive(torch.device("cpu"))))
+
+    _trainer(tmp_path, monitor, CountTensors(), log_every_n_steps=1000).fit(AdamNet())
+    # The monitor's own tensors are scalars of the metrics; the first steps make optimizer state.
+    assert max(kept[2:]) - min(kept[2:]) < 256
+    assert monitor._batch is None
+
+
+# Leaks.
+
+
+class Logging(Net):
+    """Keeps each loss with its graph."""
+
+    def __init__(self, detach: bool = False) -> None:
+        super().__init__(batches=8)
+        self.losses: list[torch.Tensor] = []
+        self.detach = detach
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach().mean().item() if self.detach else loss)  # type: ignore[arg-type]
+        return loss
+
+
+class Spiking(Net):
+    """A neuron that is never reset, or each step."""
+
+    def __init__(self, reset: bool) -> None:
+        super().__init__(batches=8)
+        self.neuron = Integrator()
+        self.reset = reset
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.reset:
+            self.neuron.v = torch.zeros(())
+        return super().training_step([self.neuron(batch[0])], batch_idx)
+
+
+class Integrator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.v = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The loss does not see it, so no backward pass meets the graphs of earlier steps, or frees them.
+        self.v = self.v * torch.sigmoid(x * self.scale)
+        return x
+
+
+def _leaks(tmp_path: Path, model: LightningModule, **arguments: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trainer(tmp_path, MemoryMonitor(trace_every_n_steps=1, **arguments), limit_val_batches=0).fit(model)
+    return [str(warning.message) for warning in caught if "Memory grew" in str(warning.message)]
+
+
+def test_a_list_that_keeps_losses_with_their_graphs_is_named_once(tmp_path: Path) -> None:
+    (told,) = _leaks(tmp_path, Logging())
+    assert "the list `Logging.losses`" in told
+    assert "with the graphs of their steps" in told
+    assert "`tensor.detach()`" in told
+
+
+def test_a_neuron_that_is_never_reset_is_named_once(tmp_path: Path) -> None:
+    (told,) = _leaks(tmp_path, Spiking(reset=False))
+    assert "the state `Spiking.neuron.v`" in told
+    assert "Reset or detach" in told
+
+
+@pytest.mark.parametrize("model", [lambda: Logging(detach=True), lambda: Spiking(reset=True), AdamNet])
+def test_steady_training_is_no_leak(tmp_path: Path, model: Callable[[], LightningModule]) -> None:
+    assert _leaks(tmp_path, model()) == []
+
+
+def test_leaks_are_not_looked_for_if_nobody_wants_to_know(tmp_path: Path) -> None:
+    assert _leaks(tmp_path, Logging(), watch_leaks=False) == []
+
+
+def test_growth_with_the_shapes_is_no_leak_and_growth_that_nobody_explains_is_said() -> None:
+    watch = LeakWatch()
+    assert [watch.see(1000 + i, ((i, 8),), {}) for i in range(20)] == [None] * 20
+    assert [watch.see(1000 + i % 3, ((4, 8),), {}) for i in range(20)] == [None] * 20
+    found = [watch.see(2000 + i, ((4, 8),), {"net": nn.Linear(2, 2)}) for i in range(20)]
+    assert sum(sentence is not None for sentence in found) == 1
+    assert "no attribute of the module or the callbacks grew" in next(filter(None, found))
+
+
+# Running out of memory, on the CPU: a dispatch mode that refuses at a number of bytes.
+
+
+class Limit(StorageTrace):
+    """Raises torch's error where more than ``limit`` bytes would be alive."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.limit = limit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.end_bytes
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.end_bytes > max(self.limit, before):
+            raise torch.OutOfMemoryError(f"limit of {self.limit} bytes reached in {func}")
+        return out
+
+    def _see(self, tensor: torch.Tensor, operation: Any = None) -> None:
+        if not isinstance(tensor, FakeTensor):  # of a report, which may use no memory
+            super()._see(tensor, operation)
+
+
+class Deep(Net):
+    """Blocks of equal size, in which the activations are large."""
+
+    def __init__(self) -> None:
+        super().__init__(batches=4)
+        blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(6))
+        self.blocks = nn.Sequential(*blocks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("kept", 1.0)
+        return self.blocks(batch[0]).square().mean()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(4096, 64)), batch_size=1024)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates may take as long as a busy machine needs."""
+    monkeypatch.setattr(out_of_memory, "_TIME_LIMIT_S", 120.0)
+
+
+def _run_out(tmp_path: Path, model: LightningModule, above_start: int, **arguments: Any) -> tuple[Any, str, list[str]]:
+    gc.collect()
+    limit = Limit(0)
+    limit.limit = limit.start_bytes + above_start
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with limit, pytest.raises(torch.OutOfMemoryError) as error:
+            _trainer(tmp_path, MemoryMonitor(**arguments), limit_val_batches=0).fit(model)
+    reports = [*tmp_path.rglob("out_of_memory*.txt")]
+    told = [str(w.message) for w in caught if "MemoryMonitor" in str(w.message)]
+    return error.value, reports[0].read_text() if reports else "", told
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_step_that_runs_out_of_memory_is_reported_and_the_error_goes_on_as_it_is(tmp_path: Path) -> None:
+    error, report, told = _run_out(tmp_path, Deep(), 3 * MIB)
+    assert str(error).startswith("limit of ")
+    assert report.startswith("Out of memory in the forward, in `blocks.")
+    assert f"{error}" in report
+    assert "optimizer state" in report
+    assert "The whole step would take, by estimate" in report
+    holders = report.partition("Modules that hold most activations")[2]
+    assert "  blocks." in holders
+    (message,) = told
+    assert "`MemoryOptimization(level=1)` would lower the peak from" in message
+    assert "accumulate_grad_batches=2" in report
+
+
+def test_the_phase_is_the_one_that_was_running(tmp_path: Path) -> None:
+    class Greedy(Deep):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "extra", torch.zeros(64 * MIB)))
+            return optimizer
+
+    _, report, _ = _run_out(tmp_path, Greedy(), 32 * MIB)
+    assert report.startswith("Out of memory in the optimizer step")
+
+    class Checkpointed(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                checkpoint_module(block)
+            self.blocks[2].register_forward_hook(self.greedy)
+
+        def greedy(self, *_: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                self.extra = torch.zeros(64 * MIB)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            y = self.blocks(batch[0]).square().mean()
+            y.register_hook(lambda grad: grad + torch.zeros(64 * MIB).sum())
+            return y
+
+    folder = tmp_path / "second"
+    folder.mkdir()
+    _, report, _ = _run_out(folder, Checkpointed(), 32 * MIB)
+    assert report.startswith("Out of memory in the backward")
+
+
+def test_an_estimate_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "_TIME_LIMIT_S", 0.001)
+    _, report, _ = _run_out(tmp_path, Deep(), 3 * MIB)
+    assert re.search(r"could not be estimated on fake tensors: (TimeoutError|there was no time left)", report)
+    assert "parameters" in report
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_step_that_cannot_be_estimated_is_reported_with_what_is_known(tmp_path: Path) -> None:
+    class Reading(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            scale = batch[0].mean().item()
+            return self.blocks(batch[0]).square().mean() * scale
+
+    _, report, told = _run_out(tmp_path, Reading(), 3 * MIB)
+    assert "could not be estimated on fake tensors" in report
+    assert "parameters" in report
+    assert len(told) == 1
+
+
+def test_no_report_is_written_if_none_is_wanted_or_the_error_is_another(tmp_path: Path) -> None:
+    _, report, told = _run_out(tmp_path, Deep(), 3 * MIB, out_of_memory_report=False)
+    assert (report, told) == ("", [])
+
+    class Failing(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        _trainer(tmp_path, MemoryMonitor()).fit(Failing())
+    assert [*tmp_path.rglob("out_of_memory*")] == []
+
+
+def test_a_failure_of_the_report_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no report")
+
+    monkeypatch.setattr(out_of_memory, "_held", broken)
+    error, report, told = _run_out(tmp_path, Deep(), 3 * MIB)
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert report == ""
+    assert "could not report" in told[0]
+    assert "no report" in told[0]
 
 
 def samples_in(batch: Any) -> int:
@@ -530,7 +846,7 @@ class FakeCuda:
         self.retries += 2
         return {
             "num_alloc_retries": self.retries,
-            "allocated_bytes": {"all": {"peak": peak * MIB}},
+            "allocated_bytes": {"all": {"peak": peak * MIB, "current": 10 * MIB}},
             "reserved_bytes": {"all": {"peak": 2 * peak * MIB}},
         }
 

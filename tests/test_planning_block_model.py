@@ -8,6 +8,7 @@ import pytest
 import torch
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt.measuring import measure_memory
 from lightning_memopt.planning import Plan, applied_plan, optimize_memory
@@ -72,10 +73,26 @@ def test_level_4_stays_below_191_mib_with_equal_gradients_as_the_plan_promised(r
     assert plan.peak_bytes_before is not None
     assert plan.peak_bytes_after is not None
     held = sum(gradient.nbytes for gradient in reference.gradients) + reference.others
-    # A few numbers that the test and the search keep are all the difference there may be.
-    assert abs(plan.peak_bytes_after - held - peak) < MIB // 4
+    # A few numbers that the test and the search keep are all the difference there may be, and what a region in time
+    # chunks takes only once: it learns in its first step.
+    assert abs(plan.peak_bytes_after - held - peak) < MIB // 2
     assert abs(plan.peak_bytes_before - held - reference.peak) < MIB // 4
     # The first plan of this search is that of level 1.
     assert plan.trials[1].peak_bytes - held <= 215 * MIB  # type: ignore[operator]
-    # Trying every region once at each level takes two steps each, and the first plan two.
-    assert plan.search_passes <= 2 * (1 + 3 + 12 + 12)
+    assert plan.search_passes <= 5
+
+
+@pytest.mark.timeout(600)
+def test_105_mib_are_kept_for_a_third_more_operations(reference: Reference) -> None:
+    with FlopCounterMode(display=False) as plain:
+        reference.measure()
+    held = sum(gradient.nbytes for gradient in reference.gradients) + reference.others
+    optimize_memory(reference.model, example_forward=reference.step, memory_budget=105 * MIB + held)
+    with FlopCounterMode(display=False) as counter:
+        reference.step(reference.model).backward()
+    peak, gradients = reference.measure()
+    assert peak <= 105 * MIB
+    assert counter.get_total_flops() <= 1.34 * plain.get_total_flops()
+    for one, other in zip(reference.gradients, gradients, strict=True):
+        # Its products run in pieces.
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))

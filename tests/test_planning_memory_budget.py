@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memopt.planning.memory_budget import budget_bytes, format_bytes
+from lightning_memopt.measuring.amounts import format_bytes
+from lightning_memopt.planning.memory_budget import budget_bytes
 
 GIB = 2**30
 

@@ -13,6 +13,7 @@ from spikingjelly.activation_based import layer, neuron
 from torch import nn
 
 from lightning_memopt.planning import find_targets, is_multistep_neuron, is_neuron, split_into_children
+from lightning_memopt.planning.regions import with_surroundings
 from tests.planning_models import DeepSpikingBlock, SpikingBlock
 
 
@@ -244,3 +245,18 @@ def test_searching_for_targets_runs_nothing_and_draws_no_random_numbers() -> Non
     before = torch.get_rng_state()
     find_targets(model)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_lies_beside_the_regions_is_looked_at_largest_first_and_no_container_or_metric() -> None:
+    import torchmetrics
+
+    model = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 8), nn.ReLU()), "norm": nn.LayerNorm(8)})
+    model["blocks"] = nn.ModuleList(nn.TransformerEncoderLayer(8, 2) for _ in range(3))
+    model["heads"] = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
+    model["accuracy"] = torchmetrics.Accuracy("multiclass", num_classes=3)
+    found = find_targets(model)
+    both = with_surroundings(model, found)
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert [region.path for region in both.regions] == ["stem", "norm", *blocks, "heads.0", "heads.1"]
+    assert [region.path for region in both.regions if not region.outside] == blocks
+    assert both.reason == found.reason

@@ -52,9 +52,8 @@ class Broken(Exception):
     """An error that nothing else raises."""
 
 
-# The calls of a level-4 search of the noisy network: 1 observes, 2 is the plain model, 3 the first plan, the others
-# change it.
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
+# The calls of a level-4 search of the noisy network: 1 observes, 2 is the plain model, 3 the first plan, 4 another.
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("error", [Broken("no"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_an_error_in_any_phase_of_the_search_leaves_no_trace(call: int, error: BaseException) -> None:
     model, step = used_noisy_network(), FailingStep(call, error)
@@ -89,6 +88,10 @@ def _fail(*_: object) -> None:
     raise Broken
 
 
+def _run_out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def _fail_after(step: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     def failing(model: nn.Module) -> None:
         step(model)
@@ -97,7 +100,7 @@ def _fail_after(step: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     return failing
 
 
-@pytest.mark.parametrize("phase", ["observing", "measuring", "splitting regions", "removing costly checkpoints"])
+@pytest.mark.parametrize("phase", ["observing", "measuring"])
 def test_an_error_in_the_progress_callback_leaves_no_trace(phase: str) -> None:
     model, batch = used_noisy_network(), spikes()
     unchanged = Unchanged(model)
@@ -161,9 +164,10 @@ class TestOutOfMemory:
         model, step = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock()), loss_from_rest(spikes())
 
         def tight(model: nn.Module) -> Tensor:
-            if torch.is_grad_enabled() and not any(map(is_checkpointed, model.modules())):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return step(model)
+            loss = step(model)
+            if not any(map(is_checkpointed, model.modules())):
+                loss.register_hook(_run_out_of_memory)
+            return loss
 
         optimize_memory(model, None, tight, level=2, split_fn=split_deep_block)
         plan = applied_plan(model)
@@ -219,17 +223,12 @@ class TestOutOfMemory:
         model = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock())
 
         def never(model: nn.Module) -> Tensor:
-            if torch.is_grad_enabled():
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return torch.zeros(())
-
-        def observed_then_never(model: nn.Module) -> Tensor:
-            if not torch.is_grad_enabled():
-                return model(spikes())  # type: ignore[no-any-return]
-            return never(model)
+            loss: Tensor = model(spikes()).sum()
+            loss.register_hook(_run_out_of_memory)
+            return loss
 
         with pytest.warns(UserWarning, match="does not fit into memory"):
-            optimize_memory(model, None, observed_then_never, level=2)
+            optimize_memory(model, None, never, level=2)
         plan = applied_plan(model)
         assert plan is not None
         assert plan.peak_bytes_after is None
@@ -321,14 +320,17 @@ class TestArguments:
         with pytest.raises(ValueError, match="already wrapped by DataParallel"):
             optimize_memory(nn.DataParallel(model), None, lambda m: m(spikes()))
 
-    def test_lazy_and_meta_parameters_are_refused_by_name(self) -> None:
+    def test_lazy_parameters_are_refused_by_name(self) -> None:
         lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
         with pytest.raises(ValueError, match=r"0.weight is lazy.*run one forward"):
             optimize_memory(lazy, nn.LazyLinear, lambda m: m(spikes()))
+
+    def test_a_batch_that_holds_memory_is_refused_where_the_model_holds_none(self) -> None:
+        data = spikes()
         with torch.device("meta"):
             late = nn.Sequential(SpikingBlock(), SpikingBlock())
-        with pytest.raises(ValueError, match=r"0.linear.weight is on the meta device.*pass plan="):
-            optimize_memory(late, None, lambda m: m(spikes()))
+        with pytest.raises(ValueError, match="gave it a tensor that does"):
+            optimize_memory(late, None, lambda m: m(data))
 
     def test_a_plan_is_applied_to_a_model_on_the_meta_device(self) -> None:
         with torch.device("meta"):

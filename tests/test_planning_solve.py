@@ -300,6 +300,22 @@ class TestAgainstAllPlans:
             assert found.simulated.peak_bytes <= budget
             assert found.simulated.extra == best(points, budget)
 
+    @settings(max_examples=80, deadline=None)
+    @given(steps(calls=True), st.lists(st.integers(0, 10**10), min_size=2, max_size=6), st.booleans())
+    def test_a_larger_budget_never_gets_a_slower_plan(
+        self, costs: StepCosts, budgets: list[int], simplified: bool
+    ) -> None:
+        assume(all_points(costs, calls=True))
+        with pytest.MonkeyPatch.context() as patch:
+            if simplified:
+                patch.setattr(solving, "_FRONTIERS", 1)
+                patch.setattr(solving, "_FEWEST_COMBINATIONS", 1)
+            found = [solve(costs, budget) for budget in sorted(budgets)]
+        for smaller, larger in itertools.pairwise(found):
+            assert larger.fits or not smaller.fits
+            if smaller.fits:
+                assert larger.simulated.extra <= smaller.simulated.extra
+
     @settings(max_examples=60, deadline=None)
     @given(steps(), st.integers(0, 10**6))
     def test_names_of_storages_decide_nothing(self, costs: StepCosts, seed: int) -> None:

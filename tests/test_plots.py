@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.accounting import plot_frontier, plot_timeline
+from lightning_memopt.accounting import plot_frontier, plot_plan, plot_timeline
 from lightning_memopt.measuring import MemoryPoint, StepMemory, measure_memory
+from lightning_memopt.planning import Plan
+from lightning_memopt.planning.plan import BytesAlive
 
 MIB = 2**20
 
@@ -107,6 +109,80 @@ def test_a_frontier_is_saved_and_names_its_unit_of_time(tmp_path: Path) -> None:
 def test_a_frontier_without_points_is_refused(points: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plot_frontier(points)
+
+
+def _plan(**changes: Any) -> Plan:
+    alive = BytesAlive(
+        paths=("blocks.0", "blocks.1"),
+        plain_bytes=tuple(size * MIB for size in (4, 8, 9, 10, 6, 2)),
+        planned_bytes=tuple(size * MIB for size in (3, 4, 4, 7, 5, 2)),
+        measured_bytes=(3 * MIB, 4 * MIB, None, 6 * MIB, 5 * MIB, None),
+    )
+    content: dict[str, Any] = {
+        "memory_budget": 8 * MIB,
+        "predicted_peak_bytes": 7 * MIB,
+        "peak_bytes_after": 6 * MIB,
+        "time_unit": "ms",
+        "plain_time": 20.0,
+        "added_time": 1.0,
+        "alive": alive,
+        "frontier": ((5 * MIB, 0.5), (9 * MIB, 0.01)),
+    }
+    return Plan(regions=(), **{**content, **changes})
+
+
+def test_a_plan_is_drawn_as_bytes_over_the_step_and_as_a_point_of_the_frontier() -> None:
+    left, right = plot_plan(_plan()).axes
+    curves = {str(line.get_label()): line for line in left.get_lines()}
+    # Each position is a step of its own width, the first and the last one too.
+    assert list(curves["plain, predicted"].get_ydata()) == [4, 4, 8, 9, 10, 6, 2, 2]
+    assert list(curves["planned, predicted"].get_xdata()) == [-0.5, 0, 1, 2, 3, 4, 5, 5.5]
+    assert list(curves["planned, measured"].get_xdata()) == [0, 1, 3, 4]
+    assert list(curves["planned, measured"].get_ydata()) == [3, 4, 6, 5]
+    assert list(curves["budget 8.0 MiB"].get_ydata()) == [8, 8]
+    names = [label.get_text() for label in left.get_xticklabels()]
+    assert names == ["blocks.0", "blocks.1", "end of forward", "blocks.1", "blocks.0", "optimizer"]
+    assert left.get_ylim()[0] == 0.0
+    points = {str(line.get_label()): line for line in right.get_lines()}
+    # The plan lies on the curve, also where the file keeps other points of it.
+    assert list(points["least added time, predicted"].get_xdata()) == [5, 7, 9]
+    assert list(points["least added time, predicted"].get_ydata()) == [50, 5, 1]
+    assert list(points["chosen 7.0 MiB, +5.0 %"].get_xdata()) == [7]
+    assert list(points["plain 10.0 MiB"].get_ydata()) == [0]
+    assert right.get_ylabel() == "time added to a step [%]"
+
+
+def test_the_picture_of_a_plan_says_what_time_is_counted_in_and_what_is_reserved() -> None:
+    left, right = plot_plan(_plan(time_unit="bytes moved", reserved_bytes=MIB)).axes
+    assert right.get_ylabel() == "bytes moved added to a step [%]"
+    labels = [str(line.get_label()) for line in left.get_lines()]
+    assert "budget less the optimizer's state 7.0 MiB" in labels
+
+
+def test_a_budget_far_above_the_step_does_not_press_it_flat() -> None:
+    assert plot_plan(_plan(memory_budget=1000 * MIB)).axes[0].get_ylim()[1] < 30
+
+
+def test_many_regions_keep_their_names_readable() -> None:
+    count = 300
+    paths = tuple(f"encoder.layers.{at}.attention.projection" for at in range(count))
+    sizes = tuple(MIB * (at + 1) for at in range(2 * count + 2))
+    plan = _plan(alive=BytesAlive(paths, sizes, sizes, (None,) * len(sizes)))
+    labels = [label.get_text() for label in plot_plan(plan).axes[0].get_xticklabels()]
+    assert 8 <= len(labels) <= 20
+    assert "end of forward" in labels
+    assert all(len(label) <= 24 for label in labels)
+
+
+def test_a_saved_plan_is_drawn_without_a_model(tmp_path: Path) -> None:
+    file = _plan().save(tmp_path / "plan.json")
+    plot_plan(file, tmp_path / "pictures" / "plan.png")
+    assert (tmp_path / "pictures" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_without_a_budget_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match=r"made by level 3.*memory_budget"):
+        plot_plan(Plan(regions=(), level=3))
 
 
 def test_without_matplotlib_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from lightning_memopt.checkpointing import (
     checkpoint_module,
     unwrap_module,
 )
+from lightning_memopt.measuring import measure_memory
 from tests.equality import backward_of_outputs
 
 SAMPLES, FEATURES = 64, 256
@@ -128,6 +130,32 @@ def test_time_chunks_cost_the_flops_of_the_whole() -> None:
 
     assert flops(forward) == 3 * LAYER_FLOPS
     assert flops(lambda: backward_of_outputs(y)) == (6 + 3) * LAYER_FLOPS
+
+
+def test_the_products_of_cheap_pieces_do_not_run_again() -> None:
+    block, x = mlp(2), torch.randn(SAMPLES, 4, FEATURES, requires_grad=True)
+    plain = flops(lambda: block(x).sum().backward())
+    checkpoint_module(block, chunks=4, check_chunks=False)
+    again = flops(lambda: block(x).sum().backward()) - plain
+    for cheap in (1, 3):
+        checkpoint_module(block, chunks=4, cheap_chunks=cheap, check_chunks=False)
+        assert flops(lambda: block(x).sum().backward()) - plain == again * (4 - cheap) // 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chunks": 4, "cheap_chunks": 4}, ValueError, "below chunks, which is 4; got 4"),
+        ({"cheap_chunks": 1}, ValueError, "below chunks, which is 1; got 1"),
+        ({"chunks": 4, "cheap_chunks": True}, TypeError, "must be an int, got True"),
+        ({"chunks": 4, "cheap_chunks": 1, "treatment": "pack"}, ValueError, "chunks, cheap_chunks: only for"),
+    ],
+)
+def test_cheap_pieces_that_cannot_be_are_refused_in_words(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        checkpoint_module(mlp(), **options)
 
 
 def test_a_second_backward_on_a_retained_graph_recomputes_at_most_once_more() -> None:
@@ -343,3 +371,105 @@ def test_many_steps_leave_no_tensor_behind() -> None:
     for _ in range(20):
         step()
     assert count() <= before
+
+
+# States that are not reset --------------------------------------------------------------------------------------------
+
+
+class SpikingBlock(nn.Module):
+    """Linear-IF-Linear-IF, whose states nobody resets; its first product may go unused."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        from spikingjelly.activation_based import neuron
+
+        super().__init__()
+        self.first, self.first_neuron = nn.Linear(FEATURES, FEATURES), neuron.IFNode(step_mode="m")
+        self.second, self.second_neuron = nn.Linear(FEATURES, FEATURES), neuron.IFNode(step_mode="m")
+        self.unused = unused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.unused:
+            self.second(x).tanh()
+        return self.second_neuron(self.second(self.first_neuron(4 * self.first(x))))
+
+
+TREATMENTS: dict[str, dict[str, Any]] = {
+    "recompute": {},
+    "in pieces": {"chunks": 4},
+    "in pieces, the last one cheap": {"chunks": 4, "cheap_chunks": 1},
+    "recompute_cheap": {"treatment": "recompute_cheap"},
+}
+STATE_BYTES = 2 * SAMPLES * FEATURES * 4
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["", "with a product that nobody uses"])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_backward_leaves_the_states_behind_and_nothing_else(treatment: str, unused: bool) -> None:
+    if treatment != "recompute_cheap" and not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        pytest.skip("this version of torch does not show the checkpoint that runs")
+    block = checkpoint_module(SpikingBlock(unused=unused), **TREATMENTS[treatment])
+    x = (torch.rand(16, SAMPLES, FEATURES) < 0.3).float()
+    for _ in range(3):
+        block.zero_grad()
+        block.first_neuron.reset()
+        block.second_neuron.reset()
+        report = measure_memory(lambda: block(x).sum().backward())
+        gradients = sum(p.grad.nbytes for p in block.parameters() if p.grad is not None)
+        # Random states and the like are all the difference there may be.
+        assert abs(report.end_bytes - report.start_bytes - gradients - STATE_BYTES) <= 20_000
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_state_that_is_carried_over_has_the_gradients_of_the_plain_model(treatment: str) -> None:
+    x = (torch.rand(2, 16, SAMPLES, FEATURES) < 0.3).float()
+
+    def through_time(options: dict[str, Any] | None) -> list[Any]:
+        torch.manual_seed(0)
+        block = SpikingBlock()
+        if options is not None:
+            checkpoint_module(block, **options)
+        block(x[0]).sum().backward(retain_graph=True)
+        (block(x[1]).sum() + block.first_neuron.v.square().mean() + block.second_neuron.v.mean()).backward()
+        return [p.grad for p in block.parameters()]
+
+    expected, found = through_time(None), through_time(TREATMENTS[treatment])
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("treatment", [None, *TREATMENTS])
+def test_a_state_whose_graph_had_its_backward_is_the_error_of_the_plain_model(treatment: str | None) -> None:
+    block = SpikingBlock()
+    if treatment is not None:
+        checkpoint_module(block, **TREATMENTS[treatment])
+    x = (torch.rand(16, SAMPLES, FEATURES) < 0.3).float()
+    block(x).sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        block(x).sum().backward()
+
+
+class TwoOutputs(nn.Module):
+    """Two outputs that share their input and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.norms = nn.ModuleList(nn.LayerNorm(FEATURES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norms[0](self.first(x).tanh()), self.norms[1](self.second(x).sigmoid())
+
+
+@pytest.mark.parametrize("treatment", ["recompute", "pack", "recompute_cheap"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_outputs_may_have_their_backward_passes_one_after_the_other(treatment: Any, order: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    plain = TwoOutputs()
+    treated = checkpoint_module(copy.deepcopy(plain), treatment=treatment)
+    x = torch.randn(SAMPLES, FEATURES)
+    for model in (plain, treated):
+        outputs = model(x)
+        for place in order:
+            backward_of_outputs(outputs[place])
+    for one, other in zip(plain.parameters(), treated.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]

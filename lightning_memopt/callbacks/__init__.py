@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_memopt.callbacks.measured_step import MeasuredStep
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
 from lightning_memopt.callbacks.memory_optimization import MemoryOptimization
 
-__all__ = ["MemoryMonitor", "MemoryOptimization"]
+__all__ = ["MeasuredStep", "MemoryMonitor", "MemoryOptimization"]

@@ -11,10 +11,11 @@ import contextlib
 import math
 import reprlib
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,7 +27,13 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
 from typing_extensions import override
 
+from lightning_memopt.callbacks.leak_watch import LeakWatch, batch_shapes
+from lightning_memopt.callbacks.out_of_memory import report_out_of_memory
 from lightning_memopt.measuring import AllocationRecorder, process_memory
+from lightning_memopt.measuring.attribution import StepAttribution
+
+if TYPE_CHECKING:
+    from lightning_memopt.measuring.consumers import MemoryEstimate
 
 _MIB = 2**20
 
@@ -46,6 +53,9 @@ class MemoryMonitor(Callback):
         - ``alloc_retries``: how often the CUDA allocator had to empty its cache since the step before
         - ``rss_mib``: on other devices, resident memory of the process after the step
         - ``peak_allocated_mib``: on the CPU, every ``trace_every_n_steps``-th step
+        - ``peak_<consumer>_mib``: every ``breakdown_every_n_steps``-th step, the bytes at its peak of each consumer:
+          ``parameters``, ``gradients``, ``optimizer_state``, ``activations``, ``autocast_copies``, ``buffers``,
+          ``inputs``, ``communication``, ``temporaries`` and ``other``
         - ``step_ms``: time of the step
         - ``samples_per_s``: samples of all ranks over the time of the step
 
@@ -68,12 +78,20 @@ class MemoryMonitor(Callback):
             are those since the last reset by anyone, which for a monitor of the whole run may be what is wanted.
         trace_every_n_steps: On the CPU, record the allocations of every n-th optimizer step to find its peak. A traced
             step is slower (and so has no ``step_ms``). 0 traces none.
+        breakdown_every_n_steps: Attribute every byte of every n-th optimizer step to a consumer, on CUDA and on the
+            CPU. Such a step is several times slower (and so has no ``step_ms``). The last one is in
+            :attr:`breakdown`, with activations by module. 0 makes none.
+        watch_leaks: Warn once if the bytes alive after a step grow from step to step while the batches have the same
+            shapes, and name the attribute that holds them. On CUDA every step is looked at, on the CPU those that
+            are traced or broken down.
+        out_of_memory_report: If a step runs out of memory, write a report beside the logs before the error goes on its
+            way: the phase, who holds the bytes, and what would need fewer.
 
     Raises:
         MisconfigurationException:
-            If ``batch_size_fn`` is not callable, ``trace_every_n_steps`` is not a whole number from 0 on, or it asks
-            for traces while the Trainer runs the PyTorch profiler. In training, if ``batch_size_fn`` returns something
-            that is no number of samples.
+            If ``batch_size_fn`` is not callable, ``trace_every_n_steps`` or ``breakdown_every_n_steps`` is not a whole
+            number from 0 on, or they ask for traces while the Trainer runs the PyTorch profiler. In training, if
+            ``batch_size_fn`` returns something that is no number of samples.
 
     Example::
 
@@ -92,20 +110,34 @@ class MemoryMonitor(Callback):
         batch_size_fn: Callable[[Any], int] | None = None,
         reset_peak: bool = True,
         trace_every_n_steps: int = 0,
+        breakdown_every_n_steps: int = 0,
+        watch_leaks: bool = True,
+        out_of_memory_report: bool = True,
     ) -> None:
         super().__init__()
         if batch_size_fn is not None and not callable(batch_size_fn):
             raise MisconfigurationException(
                 f"`MemoryMonitor(batch_size_fn=...)` takes a function of the batch; got {batch_size_fn!r}."
             )
-        if isinstance(trace_every_n_steps, bool) or not isinstance(trace_every_n_steps, int) or trace_every_n_steps < 0:
-            raise MisconfigurationException(
-                "`MemoryMonitor(trace_every_n_steps=...)` takes a whole number of optimizer steps, 0 for no traces;"
-                f" got {trace_every_n_steps!r}."
-            )
+        for name, steps, without in (
+            ("trace", trace_every_n_steps, "traces"),
+            ("breakdown", breakdown_every_n_steps, "breakdowns"),
+        ):
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+                raise MisconfigurationException(
+                    f"`MemoryMonitor({name}_every_n_steps=...)` takes a whole number of optimizer steps, 0 for no"
+                    f" {without}; got {steps!r}."
+                )
         self.batch_size_fn = batch_size_fn
         self.reset_peak = reset_peak
         self.trace_every_n_steps = trace_every_n_steps
+        self.breakdown_every_n_steps = breakdown_every_n_steps
+        self.watch_leaks = watch_leaks
+        self.out_of_memory_report = out_of_memory_report
+        self.breakdown: MemoryEstimate | None = None
+        self._attribution: StepAttribution | None = None
+        self._leaks = LeakWatch()
+        self._batch: Any = None
         self._gauge: _Gauge | None = None
         self._window: _Window | None = None
         self._steps_taken = 0
@@ -122,18 +154,20 @@ class MemoryMonitor(Callback):
                 f"`MemoryMonitor(trace_every_n_steps={self.trace_every_n_steps})` traces steps on the CPU only; on"
                 f" {device} it has no effect."
             )
-        elif self.trace_every_n_steps and isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                f"`MemoryMonitor(trace_every_n_steps={self.trace_every_n_steps})` records allocations with a torch"
-                " profiler, and only one can run at a time. Leave out `Trainer(profiler='pytorch')`, or set"
-                " `trace_every_n_steps=0`."
-            )
+        for option in ("trace_every_n_steps", "breakdown_every_n_steps"):
+            steps = getattr(self, option)
+            if steps and device.type == "cpu" and isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
+                raise MisconfigurationException(
+                    f"`MemoryMonitor({option}={steps})` records allocations with a torch profiler, and only one can run"
+                    f" at a time. Leave out `Trainer(profiler='pytorch')`, or set `{option}=0`."
+                )
         self._gauge = _CudaGauge(device, self.reset_peak) if device.type == "cuda" else _HostGauge()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._window = None
         self._pending.clear()
+        self._leaks = LeakWatch()
         self._steps_taken = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @override
@@ -145,20 +179,33 @@ class MemoryMonitor(Callback):
         gauge = self._require_gauge()
         if self._window is None:
             self._window = _Window(first_global_step=trainer.global_step)
-        gauge.abandon()  # a batch that was skipped after its start has no end
-        gauge.start(trace=self._is_traced(trainer))
+        self._abandon_batch()  # one that was skipped after its start has no end
+        self._batch = batch
+        if self._is_due(self.breakdown_every_n_steps):
+            device = trainer.strategy.root_device
+            allocator = torch.cuda if device.type == "cuda" else None
+            attribution = StepAttribution(device, pl_module, trainer.optimizers, batch, allocator=allocator)
+            gauge.start(trace=False)
+            attribution.start()
+            self._attribution = attribution
+        else:
+            gauge.start(trace=self._is_traced(trainer))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         window = self._window
+        self._batch = None
         if window is None:
             return
-        window.add(self._require_gauge().stop(), self._batch_size(batch))
+        reading = self._stop(window)
+        window.add(reading, self._batch_size(batch))
         if trainer.global_step == window.first_global_step:
             return  # gradients are still being accumulated
         self._window = None
+        if reading.alive_bytes is not None and self.watch_leaks:
+            self._look_for_leaks(trainer, pl_module, reading.alive_bytes, batch)
         self._pending.append(self._close(trainer, window))
         self._finish_steps(trainer, wait=False)
 
@@ -172,7 +219,10 @@ class MemoryMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        batch = self._batch
         self._abandon()
+        if self.out_of_memory_report and isinstance(exception, torch.OutOfMemoryError) and batch is not None:
+            report_out_of_memory(trainer, pl_module, exception, batch)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -183,9 +233,34 @@ class MemoryMonitor(Callback):
             raise RuntimeError("`MemoryMonitor` saw a training batch before `setup(stage='fit')`")
         return self._gauge
 
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self._steps_taken + 1) % every == 0
+
     def _is_traced(self, trainer: Trainer) -> bool:
-        every = self.trace_every_n_steps
-        return every > 0 and trainer.strategy.root_device.type == "cpu" and (self._steps_taken + 1) % every == 0
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        return (on_cpu and self._is_due(self.trace_every_n_steps)) or self._is_due(self.breakdown_every_n_steps)
+
+    def _stop(self, window: _Window) -> _Reading:
+        """The reading of the batch; one that was broken down gives the peak of its own."""
+        gauge, attribution = self._require_gauge(), self._attribution
+        if attribution is None:
+            return gauge.stop()
+        self._attribution = None
+        attributed = attribution.stop()
+        reading = gauge.stop()
+        peak = attributed.breakdown.peak_bytes
+        if window.breakdown is None or peak > window.breakdown.peak_bytes:
+            window.breakdown = attributed.breakdown
+        return _Reading(
+            {**reading.memory, "peak_allocated_mib": peak / _MIB}, reading.interval, attributed.points[-1][1]
+        )
+
+    def _look_for_leaks(self, trainer: Trainer, pl_module: LightningModule, alive: int, batch: Any) -> None:
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        callbacks = {type(callback).__name__: callback for callback in others}
+        found = self._leaks.see(alive, batch_shapes(batch), {type(pl_module).__name__: pl_module, **callbacks})
+        if found is not None:
+            warnings.warn(f"MemoryMonitor: {found}", RuntimeWarning, stacklevel=2)
 
     def _batch_size(self, batch: Any) -> float:
         if self.batch_size_fn is not None:
@@ -203,6 +278,10 @@ class MemoryMonitor(Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         logged = traced or (every > 0 and self._steps_taken % every == 0)
         memory, samples = window.memory, window.samples
+        if window.breakdown is not None:
+            self.breakdown = window.breakdown
+            consumers = window.breakdown.peak.consumers()
+            memory = {**memory, **{f"peak_{name}_mib": size / _MIB for name, size in consumers.items()}}
         if logged:
             memory = dict(zip(memory, _reduce(trainer, list(memory.values()), "max"), strict=True))
             (samples,) = _reduce(trainer, [samples], "sum")
@@ -240,9 +319,16 @@ class MemoryMonitor(Callback):
             if step.logged:
                 _log(trainer, metrics, step=step.number)
 
-    def _abandon(self) -> None:
+    def _abandon_batch(self) -> None:
+        self._batch = None
+        if self._attribution is not None:
+            self._attribution.abandon()
+            self._attribution = None
         if self._gauge is not None:
             self._gauge.abandon()
+
+    def _abandon(self) -> None:
+        self._abandon_batch()
         self._window = None
         self._pending.clear()
 
@@ -269,10 +355,11 @@ class _Gauge(Protocol):
 
 @dataclass(frozen=True)
 class _Reading:
-    """One batch: memory by metric name, and its time."""
+    """One batch: memory by metric name, its time, and the bytes alive at its end where they are known for nothing."""
 
     memory: dict[str, float]
     interval: _Interval
+    alive_bytes: int | None = None
 
 
 @dataclass
@@ -283,6 +370,8 @@ class _Window:
     memory: dict[str, float] = field(default_factory=dict)
     samples: float = 0.0
     intervals: list[_Interval] = field(default_factory=list)
+    breakdown: MemoryEstimate | None = None
+    """Of the batch with the highest peak."""
 
     def add(self, reading: _Reading, samples: float) -> None:
         for name, value in reading.memory.items():
@@ -374,7 +463,7 @@ class _CudaGauge:
         }
         self._retries = retries
         begin, self._begin = self._begin, None
-        return _Reading(memory, _CudaInterval(begin, end))
+        return _Reading(memory, _CudaInterval(begin, end), int(statistics["allocated_bytes"]["all"]["current"]))
 
     def abandon(self) -> None:
         self._begin = None
@@ -415,9 +504,11 @@ class _HostGauge:
     def stop(self) -> _Reading:
         interval = _HostInterval((time.perf_counter() - self._begin) * 1e3)
         memory = {"rss_mib": process_memory() / _MIB}
-        if self._recorder.running:
-            memory["peak_allocated_mib"] = self._recorder.stop().peak_bytes / _MIB
-        return _Reading(memory, interval)
+        if not self._recorder.running:
+            return _Reading(memory, interval)
+        recording = self._recorder.stop()
+        memory["peak_allocated_mib"] = recording.peak_bytes / _MIB
+        return _Reading(memory, interval, recording.end_bytes)
 
     def abandon(self) -> None:
         if self._recorder.running:

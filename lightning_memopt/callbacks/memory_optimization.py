@@ -8,6 +8,7 @@ Trains the same model, to the same weights, in less memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,19 +32,25 @@ from typing_extensions import override
 
 from lightning_memopt.callbacks.search_progress import SearchProgress
 from lightning_memopt.callbacks.training_probe import (
+    SizedExamples,
     TrainingExample,
+    batch_size_restored_on_failure,
     leaving_no_trace,
     optimizers_of,
+    set_batch_size,
     training_example,
 )
 from lightning_memopt.planning import Plan, applied_plan, optimize_memory
 from lightning_memopt.planning.agree import Ranks
+from lightning_memopt.planning.batch_size import LARGEST, START, treat_for_largest_batch
 from lightning_memopt.planning.memory_budget import budget_bytes
+from lightning_memopt.planning.request import Request
 
 Level = Literal[0, 1, 2, 3, 4]
 CheckpointBudget = Literal["speed", "balanced", "memory"]
 
 PLAN_FILE = "memory_plan.json"
+PICTURE_FILE = "memory_plan.png"
 
 
 class MemoryOptimization(Callback):
@@ -78,6 +85,12 @@ class MemoryOptimization(Callback):
             ``checkpoint_budget`` and ``split_fn``. The state of the optimizers, which appears at the first step, and
             the gradient buckets of DDP count. Of a device leave some for what no allocator sees: the context, the
             libraries, fragments.
+        find_batch_size: Train with the largest batch that fits into ``memory_budget`` with the best plan for it.
+            ``batch_size`` is set where it is an attribute or hyperparameter of the LightningModule or the datamodule,
+            and the training data loader must be made with it. Nothing larger than the data set, or than 8192, is
+            taken. What was found is :attr:`batch_size`.
+        picture: Also save a picture of the plan, ``memory_plan.png``: bytes alive over the step, and what else they
+            could have been traded for. Needs ``memory_budget`` or ``plan``, and the extra ``plots``.
         verbose: Print the table of the plan, what was observed for it, and where it was saved.
 
     Raises:
@@ -112,10 +125,15 @@ class MemoryOptimization(Callback):
         process_group: ProcessGroup | None = None,
         plan: str | Path | None = None,
         memory_budget: int | str | None = None,
+        find_batch_size: bool = False,
+        picture: bool = False,
         verbose: bool = True,
     ) -> None:
         _check_arguments(targets, level, checkpoint_budget)
         _check_memory_budget(memory_budget, level, checkpoint_budget, split_fn, plan)
+        _check_find_batch_size(find_batch_size, memory_budget, example_forward)
+        if picture:
+            _check_picture(memory_budget, plan)
         for name, function in (("example_forward", example_forward), ("split_fn", split_fn), ("can_chunk", can_chunk)):
             if function is not None and not callable(function):
                 raise MisconfigurationException(
@@ -140,11 +158,15 @@ class MemoryOptimization(Callback):
         self.can_chunk = can_chunk
         self.process_group = process_group
         self.memory_budget = memory_budget
+        self.find_batch_size = find_batch_size
+        self.picture = picture
         self.plan_path = None if plan is None else Path(plan)
         self.verbose = verbose
 
         self.plan: Plan | None = None
         """What was applied to the model of the last ``fit``; None before it."""
+        self.batch_size: int | None = None
+        """The batch size that ``find_batch_size`` found; None before it."""
         self._plan_of_checkpoint: Plan | None = None
         self._fitting = False
         self._postponed: tuple[Strategy, Callable[[Trainer], None] | None] | None = None
@@ -158,7 +180,13 @@ class MemoryOptimization(Callback):
         _refuse_trainer(trainer, self)
         _refuse_strategy(trainer.strategy, has_plan=self.plan_path is not None)
         self._refuse_manual_optimization(pl_module)
-        if self.plan_path is None and any(isinstance(other, BatchSizeFinder) for other in _callbacks(trainer)):
+        finder = any(isinstance(other, BatchSizeFinder) for other in _callbacks(trainer))
+        if finder and self.find_batch_size:
+            raise MisconfigurationException(
+                "MemoryOptimization(find_batch_size=True) and BatchSizeFinder would both set the batch size. Leave one "
+                "of the two out."
+            )
+        if self.plan_path is None and finder:
             rank_zero_warn(
                 "BatchSizeFinder changes the batch size after MemoryOptimization has planned for the current one. The "
                 "training stays correct, but the plan may not be the best for the batch size that is found. Find the "
@@ -236,7 +264,9 @@ class MemoryOptimization(Callback):
         # Layers may have come, and the kind of optimization been set, as late as in configure_model.
         self._refuse_manual_optimization(module)
         _warn_of_other_checkpointing(module)
-        if self.plan_path is None:
+        if self.find_batch_size:
+            self._search_batch_size(trainer, module)
+        elif self.plan_path is None:
             self._search(trainer, module)
         else:
             optimize_memory(module, plan=self.plan_path, process_group=self.process_group)
@@ -246,18 +276,14 @@ class MemoryOptimization(Callback):
             self._compare_with_checkpoint()
 
     def _search(self, trainer: Trainer, module: LightningModule) -> None:
-        device = trainer.strategy.root_device
         example: TrainingExample | None = None
 
         def prepare() -> None:
             nonlocal example
-            _refuse_parameters_without_data(module)
-            # Strategy.setup does the same next, so these are not undone.
-            trainer.precision_plugin.convert_module(module)
-            module.to(device)
+            _convert_and_move(trainer, module)
             example = training_example(trainer, module, self.example_forward)
 
-        ranks = Ranks(self.process_group, device)
+        ranks = Ranks(self.process_group, trainer.strategy.root_device)
         with leaving_no_trace(trainer, module), SearchProgress(trainer) as progress:
             ranks.together("preparing a training step to observe", prepare)
             assert example is not None
@@ -279,6 +305,39 @@ class MemoryOptimization(Callback):
                 progress=progress,
                 **within_budget,
             )
+
+    def _search_batch_size(self, trainer: Trainer, module: LightningModule) -> None:
+        examples: SizedExamples | None = None
+        samples: int | None = None
+
+        def prepare() -> None:
+            nonlocal examples, samples
+            _convert_and_move(trainer, module)
+            examples = SizedExamples(trainer, module)
+            samples = examples.samples()
+
+        ranks = Ranks(self.process_group, trainer.strategy.root_device)
+        with (
+            leaving_no_trace(trainer, module),
+            SearchProgress(trainer) as progress,
+            batch_size_restored_on_failure(module),
+        ):
+            ranks.together("preparing training steps to observe", prepare)
+            assert examples is not None
+            request = Request(
+                targets=self.targets,
+                compress=self.compress,
+                can_chunk=self.can_chunk,
+                progress=progress,
+                **ranks.attempt("making the optimizers", lambda: self._within_budget(trainer, module)),
+            )
+            largest = LARGEST if samples is None else max(1, min(LARGEST, samples))
+            size = treat_for_largest_batch(module, request, examples, self.process_group, start=START, largest=largest)
+        set_batch_size(module, size)
+        self.batch_size = size
+        if self.verbose:
+            limit = " (all the data there is)" if size == samples else " (no larger one is tried)" * (size == LARGEST)
+            rank_zero_info(f"MemoryOptimization set batch_size to {size}{limit}; it was {examples.present}.")
 
     def _within_budget(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """What counts against the budget beside the step of the model itself."""
@@ -311,6 +370,16 @@ class MemoryOptimization(Callback):
         except OSError as error:
             # Not worth a training run; and the other ranks are already on their way.
             rank_zero_warn(f"MemoryOptimization could not save its plan to {path}: {error}")
+        if self.picture:
+            self._draw(plan, Path(directory) / PICTURE_FILE)
+
+    def _draw(self, plan: Plan, path: Path) -> None:
+        from lightning_memopt.accounting import plot_plan
+
+        try:
+            plot_plan(plan, path)
+        except (OSError, ValueError) as error:  # a plan from a file may hold nothing to draw
+            rank_zero_warn(f"MemoryOptimization could not draw its plan to {path}: {error}")
 
     def _compare_with_checkpoint(self) -> None:
         if self._plan_of_checkpoint is None or self.plan is None:
@@ -373,6 +442,48 @@ def _check_memory_budget(
             )
 
 
+def _check_find_batch_size(find_batch_size: object, memory_budget: object, example_forward: object) -> None:
+    if not isinstance(find_batch_size, bool):
+        raise MisconfigurationException(
+            f"MemoryOptimization expects `find_batch_size` to be True or False, got {find_batch_size!r}."
+        )
+    if find_batch_size and memory_budget is None:
+        raise MisconfigurationException(
+            "MemoryOptimization(find_batch_size=True) finds the largest batch within `memory_budget`, which was not "
+            "given. Give it, such as memory_budget='12GiB' or '80%' of the device."
+        )
+    if find_batch_size and example_forward is not None:
+        raise MisconfigurationException(
+            "MemoryOptimization(find_batch_size=True) runs training_step on batches of the training data and has no "
+            "use for `example_forward`, whose batch size it cannot change. Leave it out, or find the batch size first: "
+            "lightning_memopt.find_batch_size takes a function of the model and a batch size."
+        )
+
+
+def _check_picture(memory_budget: object, plan: object) -> None:
+    if memory_budget is None and plan is None:
+        raise MisconfigurationException(
+            "MemoryOptimization(picture=True) draws the plan for a `memory_budget`, which was not given. Give it, or "
+            "leave `picture` out."
+        )
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "MemoryOptimization(picture=True) draws with matplotlib, which is not installed: "
+            "pip install 'lightning-memopt[plots]'"
+        )
+
+
+def _convert_and_move(trainer: Trainer, module: LightningModule) -> None:
+    _refuse_parameters_without_data(module, on_meta=False)
+    # Strategy.setup does the same next, so these are not undone.
+    trainer.precision_plugin.convert_module(module)
+    try:
+        module.to(trainer.strategy.root_device)
+    except NotImplementedError:
+        _refuse_parameters_without_data(module, on_meta=True)
+        raise
+
+
 def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
@@ -428,9 +539,9 @@ def _refuse_strategy(strategy: Strategy, *, has_plan: bool) -> None:
         )
 
 
-def _refuse_parameters_without_data(module: LightningModule) -> None:
+def _refuse_parameters_without_data(module: LightningModule, *, on_meta: bool) -> None:
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+        if isinstance(parameter, UninitializedParameter) or (on_meta and parameter.is_meta):
             kind = "on the meta device" if parameter.is_meta else "not initialized yet"
             raise MisconfigurationException(
                 f"MemoryOptimization observes a training step, but the parameter {name} is {kind}. Initialize the "

@@ -32,13 +32,17 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.data_connector import _check_dataloader_iterable, _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders, lightning_getattr, lightning_setattr
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from lightning_memopt.planning.no_memory import fake_like, mode_of
 
 ExampleForward = Callable[[nn.Module], Any]
 """Runs a model once as training would and returns what is to be differentiated."""
@@ -105,7 +109,8 @@ def training_example(
             f"example_input_array, because {reason}",
         )
     return TrainingExample(
-        _in_training_precision(trainer, _step_on(batch, trainer)), "training_step on a batch of the training data"
+        _in_training_precision(trainer, _step_on(batch, trainer, module)),
+        "training_step on a batch of the training data",
     )
 
 
@@ -124,11 +129,15 @@ def _in_training_precision(trainer: Trainer, forward: ExampleForward) -> Example
     return forward_in_precision
 
 
-def _step_on(batch: Any, trainer: Trainer) -> ExampleForward:
+def _step_on(batch: Any, trainer: Trainer, module: LightningModule) -> ExampleForward:
+    shapes_only = mode_of(module) is not None
+    if shapes_only:
+        batch = apply_to_collection(batch, torch.Tensor, torch.Tensor.to, "meta")
+
     def step(model: nn.Module) -> Any:
         module = cast(LightningModule, model)
         # A step may change its batch (pop the labels, normalise in place): each run gets its own.
-        own_batch = copy.deepcopy(batch)
+        own_batch = apply_to_collection(batch, torch.Tensor, fake_like) if shapes_only else copy.deepcopy(batch)
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             # Steps of this kind fetch and move their batches themselves.
             return training_loss(module.training_step(iter([(own_batch, 0, 0)])))
@@ -196,11 +205,7 @@ def first_training_batch(trainer: Trainer) -> Any:
     source = trainer.fit_loop._data_source
     if not source.is_defined():
         raise NoTrainingBatch("there is no train_dataloader")
-    loaders = _request_dataloader(source)
-    if isinstance(loaders, CombinedLoader):
-        combined = CombinedLoader(loaders.iterables, loaders._mode)
-    else:
-        combined = CombinedLoader(loaders, "max_size_cycle")
+    combined = _training_loaders(trainer)
     with contextlib.ExitStack() as untouched:
         combined.flattened = [untouched.enter_context(_for_one_batch(loader, trainer)) for loader in combined.flattened]
         iterator = iter(combined)
@@ -212,6 +217,13 @@ def first_training_batch(trainer: Trainer) -> Any:
             # Ends the worker processes.
             combined.reset()
     return batch
+
+
+def _training_loaders(trainer: Trainer) -> CombinedLoader:
+    loaders = _request_dataloader(trainer.fit_loop._data_source)
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(loaders.iterables, loaders._mode)
+    return CombinedLoader(loaders, "max_size_cycle")
 
 
 @contextlib.contextmanager
@@ -312,6 +324,116 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches of other sizes
+
+
+BATCH_SIZE = "batch_size"
+"""The attribute or hyperparameter that training data loaders are made with, as Lightning's BatchSizeFinder takes it."""
+
+
+@contextlib.contextmanager
+def batch_size_restored_on_failure(module: LightningModule) -> Iterator[None]:
+    """Put ``batch_size`` back wherever it was, should the enclosed code raise anything."""
+    holders = _lightning_get_all_attr_holders(module, BATCH_SIZE)
+    before = [(holder, _read_from(holder)) for holder in holders]
+    try:
+        yield
+    except BaseException:
+        for holder, value in before:
+            if isinstance(holder, dict):
+                holder[BATCH_SIZE] = value
+            else:
+                setattr(holder, BATCH_SIZE, value)
+        raise
+
+
+def _read_from(holder: Any) -> Any:
+    return holder[BATCH_SIZE] if isinstance(holder, dict) else getattr(holder, BATCH_SIZE)
+
+
+class SizedExamples:
+    """``training_step`` on a batch of the training data of any size: sets ``batch_size`` and asks for the loaders anew.
+
+    Called with a size it gives the step; it holds the batch of the last size only.
+
+    Raises:
+        MisconfigurationException: ``batch_size`` is not there, is no number of samples, or changes no batch; or the
+            data loaders cannot give a batch away.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._size = 0
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+        self._step: ExampleForward | None = None
+        if not _lightning_get_all_attr_holders(module, BATCH_SIZE):
+            raise MisconfigurationException(
+                "MemoryOptimization(find_batch_size=True) sets `batch_size` and asks for the training data loader "
+                "anew, but neither the LightningModule, nor its hparams, nor the datamodule has `batch_size`. Keep it "
+                "as an attribute or hyperparameter there, and make the loader with it: "
+                "DataLoader(..., batch_size=self.batch_size)."
+            )
+        present = lightning_getattr(module, BATCH_SIZE)
+        if isinstance(present, bool) or not isinstance(present, int) or present < 1:
+            raise MisconfigurationException(
+                f"MemoryOptimization(find_batch_size=True) needs `batch_size` to be a number of samples, 1 or more; "
+                f"found {present!r}."
+            )
+        self.present = present
+        """The batch size before anything was tried."""
+
+    def __call__(self, size: int) -> ExampleForward:
+        if size != self._size:
+            self._step = None  # what it holds counts as memory
+            self._size = 0
+            set_batch_size(self._module, size)
+            try:
+                batch = first_training_batch(self._trainer)
+            except NoTrainingBatch as reason:
+                raise MisconfigurationException(
+                    f"MemoryOptimization(find_batch_size=True) needs a batch of {size} samples of the training data, "
+                    f"but {reason}. Find the batch size with lightning_memopt.find_batch_size, which takes a "
+                    "function of the model and a batch size."
+                ) from None
+            self._check(size, batch)
+            self._step = _in_training_precision(self._trainer, _step_on(batch, self._trainer, self._module))
+            self._size = size
+        return self._run
+
+    def _run(self, model: nn.Module) -> Any:
+        assert self._step is not None
+        return self._step(model)
+
+    def _check(self, size: int, batch: Any) -> None:
+        self._shapes[size] = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        same = [other for other, shapes in self._shapes.items() if shapes == self._shapes[size] and other != size]
+        if same and self._shapes[size]:
+            raise MisconfigurationException(
+                f"MemoryOptimization(find_batch_size=True) set `batch_size` to {same[0]} and to {size}, and the "
+                f"training data loader gave batches of the same shapes: {self._shapes[size]}. Make the loader with "
+                "it, in `train_dataloader` of the module or the datamodule: DataLoader(..., "
+                "batch_size=self.batch_size). A loader that is passed to fit() cannot be changed."
+            )
+
+    def samples(self) -> int | None:
+        """Samples of this rank in one epoch, of the smallest data set; None where nobody knows."""
+        counts = []
+        for loader in _training_loaders(self._trainer).flattened:
+            if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+                prepared: Any = self._trainer._data_connector._prepare_dataloader(
+                    _stand_in(loader), shuffle=True, mode=RunningStage.TRAINING
+                )
+                counts.append(len(prepared.sampler))
+        return min(counts, default=None)
+
+
+def set_batch_size(module: LightningModule, size: int) -> None:
+    """Set ``batch_size`` of the module, its hparams and the datamodule, wherever it is."""
+    lightning_setattr(module, BATCH_SIZE, size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_memopt.checkpointing.compressors import SpikeCompressor, describe_misfit, require_fit
 from lightning_memopt.checkpointing.region import Region
 from lightning_memopt.ops.exactness import reading_is_free
+from lightning_memopt.ops.value_bounds import bounds_of, is_fake, is_plain
 
 # Untyped in torch.
 StorageWeakRef: Any = reductions.StorageWeakRef
@@ -173,7 +174,8 @@ def _pack(
         binary = True
     if (
         binary is False
-        or type(tensor) is not Tensor
+        or not is_plain(tensor)
+        or (is_fake(tensor) and not _known_to_fit(tensor, compressor))
         or tensor.layout is not torch.strided
         or tensor.nbytes < _SMALLEST_PACKED_BYTES
         or tensor.device.type == "meta"
@@ -184,7 +186,9 @@ def _pack(
     if shared is None:
         with torch.no_grad():
             compressed = compressor.compress_checked(tensor.detach())
-        if binary is None or reading_is_free(tensor):
+        if is_fake(tensor):
+            pass
+        elif binary is None or reading_is_free(tensor):
             # Until a region's inputs are known, and wherever reading costs nothing, the answer is read at once.
             if not compressed.fits:
                 facts.packable[index] = False
@@ -214,6 +218,12 @@ def _pack(
         else:
             leaves.append(leaf)
     return _Packed(compressor, tuple(leaves), shared[1], tensor.requires_grad)
+
+
+def _known_to_fit(tensor: Tensor, compressor: SpikeCompressor) -> bool:
+    """Whether a tensor without values is known to fit from the operations that made it."""
+    bounds = bounds_of(tensor)
+    return bounds is not None and not bounds.scaled and bounds.bits <= getattr(compressor, "bits", 0)
 
 
 def _payload_bytes(leaves: list[Any]) -> int:

@@ -29,6 +29,7 @@ from lightning_memopt.checkpointing.layout import is_dense, memory_order
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import RegionConfig
 from lightning_memopt.checkpointing.state import restore_snapshot, take_snapshot
+from lightning_memopt.ops.value_bounds import is_fake
 
 _PLAIN = (bool, int, float, str, type(None))
 Piece = tuple[tuple[Any, ...], dict[str, Any], int]
@@ -138,7 +139,8 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether pieces of ``tensor`` can be written to a place in one tensor."""
     if torch.compiler.is_compiling() or in_transform():
         return False
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    known = type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
+    return known and tensor.layout is torch.strided
 
 
 class _Gradient:

@@ -26,6 +26,7 @@ from lightning_memopt.ops.arguments import check_number
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES, bit_pack, bit_unpack
 from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
 from lightning_memopt.ops.sparse import bit_count, bit_positions, scatter_positions, sparse_pack
+from lightning_memopt.ops.value_bounds import is_fake
 
 _SLICE = 1 << 20
 
@@ -324,6 +325,8 @@ def _from_memory_order(flat: Tensor, payload: SpikePayload) -> Tensor:
 
 def _reshaped(flat: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """The memory of ``flat`` as a tensor of its own: no view, so that it may be changed in place under autograd."""
+    if is_fake(flat):  # it would be kept for ever
+        return flat.as_strided(shape, stride)
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
         flat.untyped_storage(), flat.storage_offset(), shape, stride
     )

@@ -11,6 +11,8 @@ backward pass. The recomputation itself is torch's (``torch.utils.checkpoint``, 
   forward, given back to the recomputation and never committed twice (see ``state.py``).
 * **Hooks that only look fire once** (see ``hooks.py``), and Python's and NumPy's random numbers are replayed along with
   torch's.
+* **Nothing stays behind.** A neuron's state that is not reset keeps the graph that leads to it, which no gradient ran
+  through. torch keeps what was recomputed for that graph as long as it lives; here it goes with the region's backward.
 
 Everything stored goes through ``save_for_backward``, so ``saved_tensors_hooks`` around the model (CPU offload, say) see
 it, and autograd notices an input that was changed in place.
@@ -18,6 +20,7 @@ it, and autograd notices an input that was changed in place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -36,6 +39,7 @@ from lightning_memopt.checkpointing.compressors import SpikeCompressor
 from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import Region, RegionFacts
+from lightning_memopt.checkpointing.saved_tensors import top_hooks
 from lightning_memopt.checkpointing.state import StateBefore, is_stock, noting_called_modules
 from lightning_memopt.ops.arguments import transforms_are_active
 
@@ -147,6 +151,7 @@ class _Call:
         self.modules = modules
         self.original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.keeper: Any = None
+        self.frame: weakref.ref[Any] | None = None
         self.ran = False
         self.first_state = 0
         self.one_output = False
@@ -170,6 +175,8 @@ class _Call:
     def _forward(self) -> Any:
         assert self.original is not None
         args, kwargs = self.original
+        frame = _frame_here()
+        self.frame = None if frame is None else weakref.ref(frame)
         host_random = HostRandom.now()
         with ExitStack() as stack:
             if not any(is_compiled(module) for module in self.modules):
@@ -192,6 +199,9 @@ class _Call:
         # The tensor, not its node: in older versions of torch the node alone does not keep what it saved.
         self.keeper = _Keep.apply(anchor, *tensors)
         self.original = None
+        frame = None if self.frame is None else self.frame()
+        if frame is not None:
+            _free_when_done(frame)
 
     def _recompute(self) -> None:
         if self.keeper is None:
@@ -217,6 +227,52 @@ class _Call:
             if self.hooked:
                 stack.enter_context(replaying_hooks(self.modules, self.observers))
             self.function(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a backward pass leaves behind
+
+
+def _frame_here() -> Any:
+    """The record that torch keeps of the checkpoint whose forward runs here; None where it does not show it."""
+    pack: Any = (top_hooks(True) or (None,))[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    return pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
+
+
+def _free_when_done(frame: Any, start: int = 0) -> None:
+    """Free what a backward pass recomputed and did not ask for, as soon as it has run through the region.
+
+    A backward pass visits nodes from the last one to the first. So when the node that saved the first tensor lets go of
+    it, all others have been visited that will be: what is left was recomputed for nodes that only lead to a state.
+    """
+    holders = frame.weak_holders
+    first = next((place for place in range(start, len(holders)) if holders[place]() is not None), None)
+    if first is None:
+        return
+    owner = weakref.ref(frame)
+
+    def done(_: object) -> None:
+        frame = owner()
+        if frame is None:
+            return
+        if frame.recomputed:
+            _free_recomputed(frame)
+        else:  # the node went with a tensor that nobody used, before any backward
+            _free_when_done(frame, first + 1)
+
+    frame.memopt_first_saved = weakref.ref(holders[first](), done)
+
+
+def _free_recomputed(frame: Any) -> None:
+    """As if the backward passes so far had not recomputed anything: should one ask again, it is recomputed again."""
+    for task in [task for task in frame.recomputed if isinstance(task, int) and frame.is_recomputed.get(task)]:
+        for reference in frame.weak_holders:
+            holder = reference()
+            if holder is not None:
+                holder.handles.pop(task, None)
+        for by_task in (frame.recomputed, frame.recomp_counter, frame.is_recomputed):
+            del by_task[task]
 
 
 def is_compiled(module: nn.Module) -> bool:

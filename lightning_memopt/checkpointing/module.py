@@ -48,6 +48,7 @@ def checkpoint_module(
     treatment: Treatment = "recompute",
     compressor: SpikeCompressor | None = None,
     chunks: int = 1,
+    cheap_chunks: int = 0,
     chunked_args: Sequence[int | str] = (0,),
     time_dim: int = 0,
     compressed_args: Sequence[int | str] | None = None,
@@ -64,6 +65,8 @@ def checkpoint_module(
             again, and packs as well. The arguments below except ``name`` belong to ``"recompute"``.
         compressor: how to store tensor inputs that it can hold exactly; the others are stored as they are.
         chunks: process the inputs in this many pieces along time, one after the other, each a region of its own.
+        cheap_chunks: treat so many of the last pieces as ``"recompute_cheap"`` does, so that their products do not run
+            again. The backward pass comes to them first.
         chunked_args: positions or keyword names of the arguments to split along time.
         time_dim: the dimension that is time, in inputs and outputs.
         compressed_args: positions or keyword names of the arguments that may be packed. By default every tensor
@@ -78,8 +81,8 @@ def checkpoint_module(
 
     Raises:
         TypeError: if ``module`` is not a module that can be changed, or an argument has the wrong type.
-        ValueError: if ``chunks`` is below 1, ``treatment`` is unknown or given arguments of another, or the module has
-            uninitialized (lazy) parameters.
+        ValueError: if ``chunks`` is below 1, ``cheap_chunks`` not below ``chunks``, ``treatment`` is unknown or given
+            arguments of another, or the module has uninitialized (lazy) parameters.
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -93,6 +96,7 @@ def checkpoint_module(
         treatment=_checked_treatment(treatment),
         compressor=compressor,
         chunks=_checked_chunks(chunks),
+        cheap_chunks=_checked_cheap_chunks(cheap_chunks, chunks),
         chunked_args=_checked_names("chunked_args", chunked_args),
         time_dim=_checked_time_dim(time_dim),
         compressed_args=None if compressed_args is None else _checked_names("compressed_args", compressed_args),
@@ -162,7 +166,10 @@ def _check_belongs_to_treatment(config: RegionConfig) -> None:
     default = RegionConfig()
     given = [
         option
-        for option in ("compressor", "chunks", "chunked_args", "time_dim", "compressed_args", "check_chunks")
+        for option in (
+            *("compressor", "compressed_args"),
+            *("chunks", "cheap_chunks", "chunked_args", "time_dim", "check_chunks"),
+        )
         if getattr(config, option) != getattr(default, option)
     ]
     if given:
@@ -178,6 +185,17 @@ def _checked_chunks(chunks: object) -> int:
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}.")
     return chunks
+
+
+def _checked_cheap_chunks(cheap: object, chunks: int) -> int:
+    if isinstance(cheap, bool) or not isinstance(cheap, int):
+        raise TypeError(f"cheap_chunks must be an int, got {cheap!r}.")
+    if not 0 <= cheap < chunks:
+        raise ValueError(
+            f"cheap_chunks must be at least 0 and below chunks, which is {chunks}; got {cheap}. For all of the region "
+            "use treatment='recompute_cheap'."
+        )
+    return cheap
 
 
 def _checked_time_dim(time_dim: object) -> int:
@@ -314,7 +332,9 @@ def _run(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, r
         if shapes not in region.safe_chunks:
             check_chunks_are_safe(module, plain, args, kwargs, pieces, config, label)
             region.safe_chunks.add(shapes)
-    return run_pieces(lambda *a, **k: _run_once(module, plain, a, k, region), pieces, config, label)
+    recomputed = [_run_once] * (config.chunks - config.cheap_chunks)
+    runs = iter([*recomputed, *[_run_treated] * config.cheap_chunks])
+    return run_pieces(lambda *a, **k: next(runs)(module, plain, a, k, region), pieces, config, label)
 
 
 def _run_treated(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:
@@ -322,7 +342,7 @@ def _run_treated(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs
     if torch.compiler.is_compiling() or in_transform():
         return plain(*args, **kwargs)
     label = _label(module, region.config)
-    cheap = region.config.treatment == "recompute_cheap"
+    cheap = region.config.treatment != "pack"
     return run_treated(module, plain, args, kwargs, region.treatment_facts, label, recompute_cheap=cheap)
 
 

@@ -19,15 +19,20 @@ counter of torch counts and for those of :data:`_PRODUCTS` that it does not coun
 A part whose argument would have to be stored for it alone, because plain autograd does not save that argument, runs
 plainly if it saves less: dropout after a projection saves a mask, which is smaller than its input. What a part saves is
 learned in its first call. That call must not cost more memory afterwards than later ones, so its saved tensors are held
-until it ends, and then stored or dropped.
+until it ends, and then stored or dropped; those of library modules are dropped as soon as they outweigh the argument.
 
 All these decisions are taken within the first call of a region, and do not change. A region that is itself recomputed
 by another one therefore saves alike both times.
+
+A state that a part leaves behind (a neuron's potential) has a graph that knows the part's call as long as nobody resets
+it. So what the call stored goes with the backward pass that ran through it, as plain autograd's saved tensors do.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -47,6 +53,7 @@ from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying
 from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.saved_tensors import (
     Form,
+    Recipe,
     SavedTensors,
     Site,
     know_output,
@@ -56,6 +63,7 @@ from lightning_memopt.checkpointing.saved_tensors import (
 )
 from lightning_memopt.checkpointing.state import StateBefore, is_of_torch, is_stock, noting_called_modules
 from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
+from lightning_memopt.ops.value_bounds import is_fake
 
 _PRODUCT_LAYERS = (
     nn.Linear,
@@ -249,7 +257,8 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Tre
 
 def _is_free(saved: SavedTensors, tensor: Tensor) -> bool:
     """Whether storing ``tensor`` costs nothing, since it is stored already, alive anyway, or can be computed again."""
-    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+    known = type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
+    if tensor.layout is not torch.strided or not known:
         return False
     if isinstance(tensor, nn.Parameter) or tensor.numel() <= 1:
         return True
@@ -287,6 +296,17 @@ class _SameArgument:
     position: int
 
 
+class _Slot:
+    """Stands in the graph for a tensor that a call saved."""
+
+    __slots__ = ("__weakref__", "form", "place")
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.form: Form | None = None
+        """Of a call that runs plainly: what is stored."""
+
+
 class PartCall:
     """One call of a part: what must be stored to run it again and, in the backward pass, what running it again gave."""
 
@@ -295,7 +315,7 @@ class PartCall:
     ) -> None:
         self.part = part
         self.function = function
-        self.uses: dict[int, int] = {}
+        self.recipes: list[weakref.ref[Recipe]] = []
         self.around: Any = None
         self._leaves = leaves
         self._spec = spec
@@ -305,7 +325,12 @@ class PartCall:
         # What the call saves, while it is not known whether it may be dropped.
         undecided = part.facts.cheap is None or any(index not in part.facts.pays for index in dear)
         self._undecided: list[tuple[Tensor, int]] | None = [] if undecided else None
-        self._plain: list[Form] | None = None
+        self._may_drop_early = False
+        self._gained: dict[int, int] = {}
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._first_slot: weakref.ref[_Slot] | None = None
+        self._one_output = False
+        self._is_over = False
         self._state: list[tuple[Form, bool]] = []
         self._lock = threading.RLock()
         # What the last run gave, for the backward pass `_task`.
@@ -342,6 +367,9 @@ class PartCall:
         self._before.note_objects(leaf for leaf in self._leaves if not isinstance(leaf, Tensor))
         # Hooks of the part itself run outside of its forward.
         self._hooked = any_hooks(inner[1:])
+        # Should a library module turn out to perform a product, it is computed again this once.
+        self._may_drop_early = part.stock and not saved.nested
+        self._gained = {_storage(leaf): 0 for _, leaf, _ in tensors}
         self._observers: Observers = {}
         watch = _WatchProducts() if part.facts.cheap is None else None
         with ExitStack() as stack:
@@ -367,13 +395,26 @@ class PartCall:
         self._before.forget_tensors()
         self._forget_random(devices)
         self._know_outputs(result, tensors, changed)
+        self._one_output = sum(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(result)) == 1
+        self._let_go_when_done()
         return result
 
-    def _pack(self, tensor: Tensor) -> int:
+    def _pack(self, tensor: Tensor) -> _Slot:
         if self._undecided is not None:
             self._undecided.append((tensor, tensor._version))
+            if self._may_drop_early:
+                self._drop_early(tensor)
+        slot = _Slot(len(self._shapes))
+        self._slots.append(weakref.ref(slot))
         self._shapes.append(tensor.shape)
-        return len(self._shapes) - 1
+        return slot
+
+    def _drop_early(self, tensor: Tensor) -> None:
+        """Hold nothing that was saved as soon as it is more than the arguments that are stored in its place."""
+        self._gained.setdefault(_storage(tensor), stored_bytes(tensor))
+        if sum(self._gained.values()) > sum(self._leaves[index].nbytes for index in self._dear):
+            self.part.facts.pays.update((index, True) for index in self._dear if index not in self.part.facts.pays)
+            self._undecided = None
 
     def _learn(self, tensors: list[tuple[int, Tensor, int]], changed: set[int], watch: _WatchProducts | None) -> None:
         facts = self.part.facts
@@ -394,6 +435,8 @@ class PartCall:
         facts = self.part.facts
         if facts.cheap and all(facts.pays[index] for index in self._dear) and changed <= recipes.keys():
             return False
+        if self._undecided is None and not changed:
+            return False
         if self._undecided is None:
             raise RuntimeError(
                 f"{type(self.part.module).__name__} changed an argument in place for the first time after calls that "
@@ -404,9 +447,34 @@ class PartCall:
     def _give_up(self, saved: SavedTensors) -> None:
         """Store what the call saved, as plain autograd would."""
         assert self._undecided is not None
-        self._plain = [saved.keep(tensor, version) for tensor, version in self._undecided]
+        for reference, (tensor, version) in zip(self._slots, self._undecided, strict=True):
+            form, slot = saved.keep(tensor, version), reference()
+            if slot is not None:
+                slot.form = form
         self._leaves = []
         del self._before, self.function
+
+    def _let_go_when_done(self) -> None:
+        """Let go of all that is stored and computed again as soon as a backward pass has run through the call.
+
+        It visits nodes from the last one to the first, so it has when the node that saved the first tensor drops that.
+        """
+        call = weakref.ref(self)
+
+        def done(_: object) -> None:
+            this = call()
+            if this is not None:
+                this._let_go()
+
+        slot = next((slot for reference in self._slots if (slot := reference()) is not None), None)
+        self._first_slot = None if slot is None else weakref.ref(slot, done)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._values, self._outputs, self._task = {}, {}, -1
+            # Another output may have a backward of its own, and a recipe its user.
+            if self._one_output and not self._wanted():
+                self._leaves, self._state, self._is_over = [], [], True
 
     def _keep_arguments(
         self,
@@ -441,13 +509,13 @@ class PartCall:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _unpack(self, slot: int) -> Tensor:
-        if self._plain is not None:
-            return self._plain[slot].value()
+    def _unpack(self, slot: _Slot) -> Tensor:
+        if slot.form is not None:
+            return slot.form.value()
         with self._lock:
-            if self._prepare(lambda: slot in self._values):
-                return self._values.pop(slot)
-            return self._take_and_forget(self._values, slot)
+            if self._prepare(lambda: slot.place in self._values):
+                return self._values.pop(slot.place)
+            return self._take_and_forget(self._values, slot.place)
 
     def output(self, index: int) -> Tensor:
         """Output ``index``: computed again, or left from when a gradient of this call or another user asked for it."""
@@ -475,6 +543,12 @@ class PartCall:
         return value
 
     def _run_again(self) -> None:
+        if self._is_over:
+            raise RuntimeError(
+                f"Trying to backward through the graph a second time: {type(self.part.module).__name__} has had its "
+                "backward pass, after which nothing is kept for another one. Set retain_graph=True in the first, or "
+                "reset or detach the state that leads there."
+            )
         self._check_parameters_are_there()
         with torch.enable_grad():
             args, kwargs = self._arguments()
@@ -507,8 +581,12 @@ class PartCall:
             )
         self._values = dict(enumerate(values))
         leaves = leaves_of(result)
-        self._left = dict(self.uses)
-        self._outputs = {index: leaves[index].detach() for index in self.uses}
+        self._left = self._wanted()
+        self._outputs = {index: leaves[index].detach() for index in self._left}
+
+    def _wanted(self) -> dict[int, int]:
+        """By output, how many recipes there are."""
+        return Counter(recipe.index for reference in self.recipes if (recipe := reference()) is not None)
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves: list[Any] = []
@@ -563,7 +641,8 @@ def _set_random(states: _Random) -> None:
 
 
 def _same_random(one: _Random, other: _Random) -> bool:
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True))
+    with no_dispatch():  # under fake tensors these are still real
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ class RegionConfig:
 
     compressor: SpikeCompressor | None = None
     chunks: int = 1
+    cheap_chunks: int = 0
     chunked_args: tuple[int | str, ...] = (0,)
     time_dim: int = 0
     compressed_args: tuple[int | str, ...] | None = None

@@ -57,6 +57,7 @@ from lightning_memopt.checkpointing.compressors import (
 from lightning_memopt.checkpointing.layout import is_dense, overlaps, span
 from lightning_memopt.ops.bit_pack import PACKABLE_DTYPES
 from lightning_memopt.ops.exactness import Claim, reading_is_free, require_exact
+from lightning_memopt.ops.value_bounds import bounds_of, is_fake, is_plain
 
 _COMPRESSORS: dict[int, SpikeCompressor] = {
     1: BitSpikeCompressor(),
@@ -261,7 +262,8 @@ def _standing_for(form: Form, tensor: Tensor) -> Tensor:
 class Maker(Protocol):
     """A call whose outputs can be computed again."""
 
-    uses: dict[int, int]
+    recipes: list[weakref.ref[Recipe]]
+    """Those that name one of its outputs, in the order in which they were made."""
     around: Any
     """What :attr:`SavedTensors.around` was."""
 
@@ -298,13 +300,13 @@ class _Known:
 class Recipe:
     """An output that is computed again."""
 
-    __slots__ = ("index", "maker", "witness")
+    __slots__ = ("__weakref__", "index", "maker", "witness")
 
     def __init__(self, known: _Known, maker: Maker, tensor: Tensor, *, watch: bool) -> None:
         self.maker = maker
         self.index = known.index
         self.witness = _Witness(tensor) if watch else None
-        self.maker.uses[self.index] = self.maker.uses.get(self.index, 0) + 1
+        self.maker.recipes.append(weakref.ref(self))
 
     def value(self) -> Tensor:
         if self.witness is not None:
@@ -325,7 +327,7 @@ def _owner(tensor: Tensor) -> Tensor:
 
 def know_output(tensor: Tensor, maker: Maker, index: int) -> None:
     """Remember, while ``tensor`` lives and stays unchanged, that ``maker`` can compute it again."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return
     owner = _owner(tensor)
     key = id(owner)
@@ -410,7 +412,8 @@ def _recipe(known: _Known, maker: Maker, tensor: Tensor, *, watch: bool) -> Form
 _BITS: weakref.WeakValueDictionary[tuple[Any, ...], Bits] = weakref.WeakValueDictionary()
 _WHOLE: weakref.WeakValueDictionary[tuple[Any, ...], Bits] = weakref.WeakValueDictionary()
 
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""The saved-tensor hooks in force, as a pair; None where there are none, and in torch 2.6."""
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -426,7 +429,7 @@ def stored_bytes(tensor: Tensor) -> int:
     """About how many bytes ``tensor`` takes when it is saved in a region; 0 for a parameter. Reads some values."""
     if tensor.is_leaf and tensor.requires_grad:
         return 0
-    if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
+    if is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
         if tensor.dtype is torch.bool:
             return tensor.numel() // 8
         sample = _sampled(tensor) if tensor.dtype in PACKABLE_DTYPES else None
@@ -452,7 +455,7 @@ class SavedTensors:
         self._leaves = [t for t in leaves_of(arguments) if isinstance(t, Tensor) and t.is_leaf]
         self.thread = threading.get_ident()
         # Not in torch 2.6: there, hooks around the region do not see what it stores.
-        self._around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = _top_hooks(True)
+        self._around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top_hooks(True)
         origin = "" if self._around is None else f"{self._around[0].__module__}.{self._around[0].__qualname__}"
         self._keeps_nothing = origin.startswith("torch.utils.checkpoint._checkpoint_hook.")
         self._recomputing = origin.startswith("torch.utils.checkpoint._recomputation_hook.")
@@ -479,7 +482,7 @@ class SavedTensors:
     def keep(self, tensor: Tensor, version: int) -> Form:
         """The form of ``tensor``, which was saved at ``version``."""
         self._count += 1
-        if tensor.layout is torch.strided and tensor.device.type != "meta" and type(tensor) is Tensor:
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and is_plain(tensor):
             self._kept[tensor.untyped_storage()._cdata] = (StorageWeakRef(tensor.untyped_storage()), version)
         if self._keeps_nothing:
             return self._hand_on(tensor)
@@ -522,7 +525,7 @@ class SavedTensors:
         return _Enclosed(pack(tensor if tensor.is_leaf else tensor.detach()), unpack)
 
     def _smaller_form(self, tensor: Tensor) -> Form | None:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return None  # parameters among them
         if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
             return None
@@ -606,6 +609,8 @@ class SavedTensors:
 
     def _look(self, tensor: Tensor, site: Site, most: int) -> tuple[Compressed | None, SpikeCompressor]:
         """Read values and find the fewest bits that hold them."""
+        if is_fake(tensor):
+            return self._known_to_fit(tensor, most)
         sample = _sampled(tensor)
         tried = False
         bits = 9 if sample is None or sample.scale is not None else max(site.bits or 1, _bits_for(sample.largest))
@@ -638,6 +643,14 @@ class SavedTensors:
             site.settled, site.bits = True, None
         return None, _COMPRESSORS[1]
 
+    def _known_to_fit(self, tensor: Tensor, most: int) -> tuple[Compressed | None, SpikeCompressor]:
+        """For a tensor without values: in the bits that the operations which made it say."""
+        bounds = bounds_of(tensor)
+        if bounds is None or bounds.bits > most or bounds.bits >= 8 * tensor.element_size():
+            return None, _COMPRESSORS[1]
+        compressor = _ScaledBits(1.0) if bounds.scaled else _COMPRESSORS[bounds.bits]
+        return (_compress(tensor, compressor) if compressor.accepts(tensor) else None), compressor
+
     def _looked(self, tensor: Tensor, site: Site, zeros: bool) -> None:
         if not reading_is_free(tensor):
             site.looks += _LOOKS_AT_ZEROS // _LOOKS if not zeros or bool(tensor.any()) else 1
@@ -665,7 +678,7 @@ class _SiteClaim(Claim):
 
 def saved_in_call(sites: dict[tuple[Any, ...], Site], label: str, arguments: Any) -> SavedTensors:
     """Where a call of a region stores what autograd saves: in one region inside another, that of the outer one."""
-    around = _top_hooks(True)
+    around = top_hooks(True)
     outer = None if around is None else getattr(around[0], "__self__", None)
     if isinstance(outer, SavedTensors) and outer.thread == threading.get_ident():
         return outer
@@ -686,7 +699,7 @@ def _compress(tensor: Tensor, compressor: SpikeCompressor) -> Compressed:
         fits = torch.ones((), dtype=torch.bool, device=tensor.device)
         return Compressed(tree_unflatten(shared[0], shared[1]), fits, fits)
     compressed = compressor.compress_checked(tensor.detach())
-    if reading_is_free(tensor) and compressed.fits:
+    if is_fake(tensor) or (reading_is_free(tensor) and compressed.fits):
         share_payload(tensor, compressor, tree_flatten(compressed.payload))
     return compressed
 
@@ -707,6 +720,9 @@ def _sampled(tensor: Tensor) -> _Sample | None:
     """Look at some values; None where no number of bits would hold them."""
     if tensor.numel() == 0:
         return None
+    if is_fake(tensor):
+        bounds = bounds_of(tensor)
+        return None if bounds is None else _Sample(bounds.largest, None)
     first = tensor.storage_offset()
     elements = min(
         span(tensor.shape, tensor.stride()), tensor.untyped_storage().nbytes() // tensor.element_size() - first

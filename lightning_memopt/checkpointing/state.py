@@ -44,6 +44,7 @@ from lightning_memopt.checkpointing.stores import (
     with_hidden_modules,
 )
 from lightning_memopt.ops.exactness import reading_is_free
+from lightning_memopt.ops.value_bounds import is_fake
 
 # A buffer that never changed is watched by its version counter. Up to this size we also keep one copy of it, so that a
 # first change after many calls (a quantization observer that is switched on late) is still recomputed correctly.
@@ -111,6 +112,14 @@ def learn_parameters(model: nn.Module, written: Iterable[Tensor]) -> None:
                         learned.mutated.add((*store.name, key))
 
 
+def forget_constants(model: nn.Module) -> None:
+    """Let go of the copies of small tensors that never changed; the next call of a region makes them again."""
+    for module in with_hidden_modules(model):
+        learned = _LEARNED.get(id(module))
+        if learned is not None:
+            learned.shadows.clear()
+
+
 def is_of_torch(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's own layers."""
     return type(module).__module__.startswith("torch.nn.modules.")
@@ -167,7 +176,7 @@ class _Slot:
         """Whether the tensor changed in place. Not every write counts a version, so values are looked at if cheap."""
         if self.always_changes or _version(self.tensor) != self.version:
             return True
-        look = self.copy is not None and (not known or reading_is_free(self.tensor))
+        look = self.copy is not None and not is_fake(self.tensor) and (not known or reading_is_free(self.tensor))
         return look and not torch.equal(self.tensor.detach(), self.copy.detach())  # type: ignore[union-attr]
 
 
@@ -554,5 +563,5 @@ def restore_snapshot(snapshot: StateSnapshot) -> None:
         store.write(store.contents)
     for tensor, version, value in snapshot._copies:
         # Batch norm writes its running statistics without counting a version.
-        if _version(tensor) != version or not torch.equal(tensor.detach(), value):
+        if _version(tensor) != version or (not is_fake(tensor) and not torch.equal(tensor.detach(), value)):
             tensor.detach().copy_(value)

@@ -38,6 +38,7 @@ from lightning_memopt.measuring.marks import MARK_RANGE, MemoryMark
 __all__ = ["AllocationRecorder", "AllocationRecording", "measuring_repeatedly", "storages_alive"]
 
 _FREED_RANGE = "lightning_memopt::storage_freed::"
+_NOTE_RANGE = "lightning_memopt::note::"
 
 # Tensors from before measuring_repeatedly(), which the garbage collector does not list inside of it.
 _SET_ASIDE: list[weakref.ref[Tensor]] = []
@@ -51,11 +52,18 @@ class AllocationRecording:
         start_bytes: Bytes of all storages alive at the start.
         points: ``(time in ms since the first event, bytes alive from then on)``, in order of time, first the start.
         marks: The moments that :func:`~lightning_memopt.measuring.mark_memory` named, in order.
+        changes: ``(address, bytes)`` of the block handed out (positive) or taken back before each point but the first.
+            Where it was alive at the start, ``~index`` into ``at_start`` takes the place of the address.
+        at_start: ``(what the storage's _cdata was, bytes)`` of each storage alive at the start.
+        notes: ``(number of changes before it, text)`` of each :meth:`AllocationRecorder.note`, in order.
     """
 
     start_bytes: int
     points: tuple[tuple[float, int], ...] = field(repr=False)  # thousands
     marks: tuple[MemoryMark, ...] = field(default=(), repr=False)
+    changes: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    at_start: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    notes: tuple[tuple[int, str], ...] = field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -92,6 +100,7 @@ class AllocationRecorder:
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._sizes: list[int] = []
         self._addresses: list[int] = []
+        self._keys: list[int] = []
 
     @property
     def running(self) -> bool:
@@ -124,6 +133,12 @@ class AllocationRecorder:
         finally:
             self._reset()
 
+    @staticmethod
+    def note(text: str) -> None:
+        """Write ``text`` into the recording, in order with the allocations of this thread."""
+        with record_function(_NOTE_RANGE + text):
+            pass
+
     def _watch(self, storage: torch.UntypedStorage) -> None:
         name = f"{_FREED_RANGE}{len(self._watched)}"
 
@@ -134,6 +149,7 @@ class AllocationRecorder:
         self._watched.append(weakref.ref(storage, note_end))
         self._sizes.append(storage.nbytes())
         self._addresses.append(storage.data_ptr())
+        self._keys.append(storage._cdata)
 
     def _integrate(self, events: list[Any]) -> AllocationRecording:
         events.sort(key=lambda event: event.start_time_ns)
@@ -142,6 +158,8 @@ class AllocationRecorder:
         now = 0.0
         points = [(now, alive)]
         marks: list[MemoryMark] = []
+        changes: list[tuple[int, int]] = []
+        notes: list[tuple[int, str]] = []
         peak = alive  # since the last mark
         blocks: set[int] = set()  # addresses handed out during the recording and not yet taken back
         ended: set[int] = set()  # indices of the watched storages that are gone
@@ -150,18 +168,21 @@ class AllocationRecorder:
                 marks.append(MemoryMark(event.name[len(MARK_RANGE) :], alive, peak))
                 peak = alive
                 continue
+            if event.name.startswith(_NOTE_RANGE):
+                notes.append((len(changes), event.name[len(_NOTE_RANGE) :]))
+                continue
             if event.name.startswith(_FREED_RANGE):
                 index = int(event.name[len(_FREED_RANGE) :])
                 ended.add(index)
-                change = -self._sizes[index]
-            elif (block := _cpu_block(event)) is None:
+                block, change = ~index, -self._sizes[index]
+            elif (fields := _cpu_block(event)) is None:
                 continue
-            elif block.alloc_size > 0:
-                blocks.add(block.ptr)
-                change = block.alloc_size
-            elif block.ptr in blocks:
-                blocks.remove(block.ptr)
-                change = block.alloc_size
+            elif fields.alloc_size > 0:
+                blocks.add(fields.ptr)
+                block, change = fields.ptr, fields.alloc_size
+            elif fields.ptr in blocks:
+                blocks.remove(fields.ptr)
+                block, change = fields.ptr, fields.alloc_size
             else:
                 # A block from before the start whose size an earlier profile left behind in the allocator.
                 continue
@@ -169,29 +190,29 @@ class AllocationRecorder:
             peak = max(peak, alive)
             now = (event.start_time_ns - begin) / 1e6
             points.append((now, alive))
+            changes.append((block, change))
 
         # Storages that ended in a thread the profiler does not follow, or that got another block by resize_(): when
         # that was is unknown, so they leave at the end and the peak is at most too high by them.
-        late = sum(
-            self._sizes[index]
-            for index, reference in enumerate(self._watched)
-            if index not in ended and _lost_its_block(reference(), self._addresses[index])
-        )
-        if late:
-            points.append((now, alive - late))
-        return AllocationRecording(start_bytes, tuple(points), tuple(marks))
+        for index, reference in enumerate(self._watched):
+            if index not in ended and _lost_its_block(reference(), self._addresses[index]):
+                alive -= self._sizes[index]
+                points.append((now, alive))
+                changes.append((~index, -self._sizes[index]))
+        at_start = tuple(zip(self._keys, self._sizes, strict=True))
+        return AllocationRecording(start_bytes, tuple(points), tuple(marks), tuple(changes), at_start, tuple(notes))
 
     def _reset(self) -> None:
         self._profile = None
-        self._watched, self._sizes, self._addresses = [], [], []
+        self._watched, self._sizes, self._addresses, self._keys = [], [], [], []
 
 
 def storages_alive(device: torch.device) -> list[torch.UntypedStorage]:
     """Return the storages on ``device`` of all tensors that Python knows of, each once.
 
     Tensors held by lists, closures and modules are found through the garbage collector, gradients through their
-    parameter. A view and its base share one storage. Sparse tensors give the storages of their parts; the outer shell
-    of a wrapper subclass (``DTensor``) holds nothing and is left out, its inner tensors are found by themselves.
+    parameter. A view and its base share one storage. Sparse tensors and wrapper subclasses (``DTensor``) give the
+    storages of their parts.
 
     Example:
         >>> base = torch.zeros(100)
@@ -254,14 +275,22 @@ def tensors_alive() -> list[Tensor]:
 
 def dense_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold a tensor's elements and its gradient's, those of a sparse tensor's parts included."""
-    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
-        shell: object = tensor
-        if not is_traceable_wrapper_subclass(shell):
-            for part in _dense_parts(tensor):
-                yield part.untyped_storage()
-    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
+    yield from own_storages(tensor)
+    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError, ValueError):
         if tensor.is_leaf and tensor.grad is not None:
             yield from dense_storages(tensor.grad)
+
+
+def own_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor's elements, those of the parts of sparse tensors and wrappers included."""
+    with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError, ValueError):  # the last: lazy ones
+        shell: Any = tensor
+        if is_traceable_wrapper_subclass(shell):
+            for name in shell.__tensor_flatten__()[0]:
+                yield from own_storages(getattr(shell, name))
+        else:
+            for part in _dense_parts(tensor):
+                yield part.untyped_storage()
 
 
 def _holds_memory(storage: torch.UntypedStorage) -> bool:

@@ -3,7 +3,7 @@ Bytes that an optimizer will hold
 =================================
 
 Adam's moments, and the state of most optimizers, appear at the first step. Planning happens before it, so that step is
-rehearsed: the optimizer steps once on parameters of the same shapes, dtypes and groups that hold no memory, or, where
+rehearsed: the optimizer steps twice on parameters of the same shapes, dtypes and groups that hold no memory, or, where
 its kernels cannot do that, on one real parameter of each shape at a time. This needs no table of optimizers and is
 right for any class, those of users included.
 """
@@ -11,8 +11,9 @@ right for any class, those of users included.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.measuring.allocation_events import own_storages
+from lightning_memopt.measuring.storage_trace import StorageTrace
+from lightning_memopt.ops.value_bounds import is_fake
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,9 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
         optimizer: any optimizer, whether it has stepped or not. State that is there is counted as it is.
 
     Returns:
-        The bytes of state, and the temporaries of one step: one copy of the parameters where the implementation works
-        on all of them at once (``foreach``), the largest parameter where it takes one after the other, none if fused.
+        The bytes of state, and the temporaries of one step: of Adam one copy of all parameters where the implementation
+        works on all of them at once (``foreach``), two of the largest parameter where it takes one after the other,
+        none if fused.
 
     Raises:
         TypeError: for something else than an optimizer.
@@ -58,47 +64,67 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer_bytes expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    known = {id(p) for p in parameters if optimizer.state.get(p)}
-    state = _bytes([optimizer.state[p] for p in parameters if id(p) in known])
-    missing = {id(p) for p in parameters} - known
-    if missing:
-        try:
-            state += _rehearsed(optimizer, missing)
-        except Exception:  # a kernel of its own, or a value that it reads: it cannot run without memory
-            state += _one_by_one(optimizer, missing)
-    return OptimizerBytes(state, _temporaries(optimizer, parameters))
+    stateful = [p for p in parameters if optimizer.state.get(p)]
+    known = {id(p) for p in stateful}
+    state = _bytes([optimizer.state[p] for p in stateful])
+    if not parameters:
+        return OptimizerBytes(0, 0)
+    try:
+        missing, step = _rehearsed(optimizer, parameters, known)
+    except Exception:  # a kernel of its own, or a value that it reads: it cannot run without memory
+        missing, step = _one_by_one(optimizer, parameters, known)
+    return OptimizerBytes(state + missing, step)
 
 
-def _rehearsed(optimizer: Optimizer, parameters: Collection[int]) -> int:
-    """Bytes of state after a step on parameters without memory. ``parameters`` are ids, here and below."""
+def _rehearsed(optimizer: Optimizer, parameters: list[nn.Parameter], known: Collection[int]) -> tuple[int, int]:
+    """Bytes of state of parameters not ``known``, and temporaries, from two steps on parameters without memory.
+
+    ``known`` are ids. The second step finds its state and takes the temporaries alone.
+    """
 
     def empty(p: Tensor) -> Tensor:
         return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        clone = _clone(optimizer, optimizer.param_groups, parameters, empty)
+        clone = clone_of(optimizer, optimizer.param_groups, {id(p) for p in parameters}, empty)
+        # Parameters without memory are planned for a device that is not here.
+        on_cuda = parameters[0].device.type in ("cuda", "meta") or is_fake(parameters[0])
+        if on_cuda and not isinstance(clone, torch.optim.Adafactor):
+            # Where it is left open, torch takes all parameters at once on CUDA, but asks for other types than fakes.
+            for group in clone.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
         clone.step()
-        return _bytes([*clone.state.values()])
+        twins = [twin for group in clone.param_groups for twin in group["params"]]
+        state = _bytes([clone.state[twin] for twin, p in zip(twins, parameters, strict=True) if id(p) not in known])
+        return state, _temporaries(clone, parameters[0].device)
 
 
-def _one_by_one(optimizer: Optimizer, parameters: Collection[int]) -> int:
-    """Bytes of state, from real steps on one parameter of each shape, dtype and device at a time."""
-    total = 0
+def _one_by_one(optimizer: Optimizer, parameters: list[nn.Parameter], known: Collection[int]) -> tuple[int, int]:
+    """The same from real steps, on one parameter of each shape, dtype and device at a time."""
+    total = step = 0
+    trained = {id(p) for p in parameters}
+    shared: dict[int, int] = {}  # held by the optimizer for all parameters, as tables of codes are
     for group in optimizer.param_groups:
         held: dict[tuple[Any, ...], int] = {}
         for parameter in group["params"]:
-            if id(parameter) not in parameters:
+            if id(parameter) not in trained:
                 continue
             kind = (parameter.shape, parameter.dtype, parameter.device)
             if kind not in held:
-                clone = _clone(optimizer, [group], [id(parameter)], torch.zeros_like)
+                clone = clone_of(optimizer, [group], [id(parameter)], torch.zeros_like)
                 clone.step()
-                held[kind] = _bytes([*clone.state.values()])
-            total += held[kind]
-    return total
+                step = max(step, _temporaries(clone, parameter.device))
+                sizes = {key: (weakref.ref(each), each.nbytes()) for key, each in _storages([*clone.state.values()])}
+                del clone
+                outlived = {key: size for key, (each, size) in sizes.items() if each() is not None}
+                shared |= outlived
+                held[kind] = sum(size for key, (_, size) in sizes.items() if key not in outlived)
+            total += 0 if id(parameter) in known else held[kind]
+    return total + (sum(shared.values()) if len(known) < len(trained) else 0), step
 
 
-def _clone(
+def clone_of(
     optimizer: Optimizer,
     groups: list[dict[str, Any]],
     parameters: Collection[int],
@@ -124,17 +150,23 @@ def _clone(
 
 
 def _bytes(state: object) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    return sum(storage.nbytes() for storage in dict(_storages(state)).values())
 
 
-def _temporaries(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    """The update of all parameters, of the largest one, or none."""
-    sizes = [p.nbytes for p in parameters]
-    if not sizes or any(group.get("fused") for group in optimizer.param_groups):
-        return 0
-    foreach = any(group.get("foreach") for group in optimizer.param_groups)
-    # Where it is left open, torch takes all parameters at once on CUDA.
-    left_open = any("foreach" in group and group["foreach"] is None for group in optimizer.param_groups)
-    if foreach or (left_open and parameters[0].device.type == "cuda"):
-        return sum(sizes)
-    return max(sizes)
+def _storages(state: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """Storages and what tells them apart; several tensors may have the same one."""
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            yield from ((storage._cdata, storage) for storage in own_storages(leaf))
+
+
+def _temporaries(clone: Optimizer, device: torch.device) -> int:
+    """Most bytes that one more step of a clone takes for a while."""
+    parameters: list[nn.Parameter] = [p for group in clone.param_groups for p in group["params"]]
+    state = [leaf for leaf in tree_leaves([*clone.state.values()]) if isinstance(leaf, Tensor)]
+    try:
+        with StorageTrace(device, known=[*parameters, *state]) as trace:
+            clone.step()
+    except RuntimeError:  # torch.compile, which torchao steps with, refuses to be watched: it makes one kernel of most
+        return max(p.nbytes for p in parameters)
+    return int(trace.peak_bytes - trace.start_bytes)

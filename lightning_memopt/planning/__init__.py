@@ -1,6 +1,7 @@
 """Observe a step, decide what each region keeps, apply the decision, take it back."""
 
 from lightning_memopt.planning.apply import applied_plan, apply_plan, remove_plan
+from lightning_memopt.planning.batch_size import find_batch_size
 from lightning_memopt.planning.model_state import unchanged
 from lightning_memopt.planning.optimize import optimize_memory
 from lightning_memopt.planning.plan import Plan, RegionPlan, Trial
@@ -23,6 +24,7 @@ __all__ = [
     "Trial",
     "applied_plan",
     "apply_plan",
+    "find_batch_size",
     "find_targets",
     "is_multistep_neuron",
     "is_neuron",

@@ -36,10 +36,16 @@ def step_of_all(steps: Sequence[ObservedStep]) -> ObservedStep:
     largest = max(steps, key=_size)
     refused: Refusals = {}
     for step in steps:
+        tried: dict[str, set[Choice]] = {}
         for region in _all(step.costs.regions):
+            tried.setdefault(region.path, set()).update(cost.choice for cost in region.choices)
             for cost in region.choices:
                 if cost.refused:
                     refused.setdefault((region.path, cost.choice), cost.refused)
+        for region in _all(largest.costs.regions):
+            for cost in region.choices:
+                if cost.choice not in tried.get(region.path, (cost.choice,)):
+                    refused.setdefault((region.path, cost.choice), "was not tried on every rank")
     # Which parts of a region are worth a look depends on the batch: those that every rank looked at count.
     common = [path for path in largest.observations if all(path in step.observations for step in steps)]
     observations = combine([[step.observations[path] for path in common] for step in steps])

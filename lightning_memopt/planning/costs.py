@@ -28,6 +28,8 @@ class Choice:
     """How the inputs of a recomputed region are packed: ``"bit"``, or None for not at all."""
     chunks: int = 1
     """Pieces along time in which a recomputed region runs."""
+    cheap_chunks: int = 0
+    """Of so many of the last pieces the products are kept."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class ChoiceCost:
     """Time that the choice adds to a step, in the unit of the observation."""
     extra_flops: int = 0
     """Floating point operations that the choice adds to a step."""
+    left_bytes: int = 0
+    """What the choice leaves behind after the region's backward beside ``gradient_bytes``: the graph of a state."""
     refused: str = ""
     """Why the choice cannot be taken; empty if it can."""
 

@@ -44,7 +44,10 @@ from lightning_memopt.checkpointing import (
     take_snapshot,
 )
 from lightning_memopt.checkpointing.layout import is_dense
+from lightning_memopt.checkpointing.state import forget_constants
 from lightning_memopt.measuring import MemoryMark, mark_memory, measure_memory
+from lightning_memopt.measuring.storage_trace import fake_mode, is_timed
+from lightning_memopt.ops.value_bounds import is_fake, is_plain
 from lightning_memopt.planning.apply import set_config
 from lightning_memopt.planning.costs import Choice
 from lightning_memopt.planning.gradient_flow import leaves_of
@@ -151,8 +154,10 @@ def try_choices(call: RegionCall, choices: Mapping[Choice, Mapping[str, Any]]) -
             run, _, moment = mark.name.partition(":")
             marks[run, moment] = mark
         results = [_result(choice, run, f"{number}", marks) for number, (choice, run) in enumerate(runs.items())]
-        if call.device.type == "cuda":
+        if is_timed(call.device):
             results = [bench.timed(result, choices[result.choice]) for result in results]
+        if fake_mode() is not None:
+            results = _without_less_work(results)
     finally:
         bench.close()
     return tuple(results)
@@ -181,6 +186,20 @@ def _result(choice: Choice, run: _Run, name: str, marks: Mapping[tuple[str, str]
         left_bytes=max(end.bytes - start.bytes - run.gradients_left_bytes, 0),
         work=run.work,
     )
+
+
+def _without_less_work(results: list[Result]) -> list[Result]:
+    """Refuse pieces that do less than the whole: what they leave out lies between time steps, attention for one."""
+    whole = next(
+        (r.work.flops for r in results if r.choice.treatment == "recompute" and r.choice.chunks == 1 and not r.refused),
+        0,
+    )
+    reason = "does less work in pieces than as a whole: its time steps depend on each other"
+    # The products of cheap pieces do not run again, so it is the other pieces that tell.
+    pieces = [result for result in results if result.choice.chunks > 1 and not result.choice.cheap_chunks]
+    if not any(result.work.flops < whole for result in pieces):
+        return results
+    return [replace(result, refused=reason) if result.choice.chunks > 1 else result for result in results]
 
 
 def storages_of(values: Any) -> dict[int, Tensor]:
@@ -240,7 +259,7 @@ class _Bench:
 
     def warm_up(self, choices: Iterable[Mapping[str, Any]]) -> None:
         """Let the device choose its kernels, and regions learn which state changes in place."""
-        if self._call.device.type != "cpu":
+        if self._call.device.type != "cpu" and fake_mode() is None:
             first, again = _Left(), _Left()
             with suppress(Exception):
                 self._run("", {}, first)
@@ -256,9 +275,7 @@ class _Bench:
         chunked = arguments.get("chunks", 1) > 1
         left = _Left()
         try:
-            if arguments.get("treatment", "recompute") != "recompute":
-                # These learn in their first forward what later ones need not find out again.
-                self._run("", arguments, None, forward_only=True)
+            # The first run under a treatment: what it takes to find out what later ones know is part of a first step.
             run = self._run(name, arguments, left)
         except Exception as error:
             error.__traceback__ = None  # it holds the tensors of the run
@@ -286,6 +303,7 @@ class _Bench:
         self._treat({})
         self._put_back_parameters()
         self._after.restore()
+        forget_constants(self._call.module)
 
     def _tolerance(self, chunked: bool) -> Callable[[Tensor], float]:
         def allowed(tensor: Tensor) -> float:
@@ -306,7 +324,7 @@ class _Bench:
             for parameter, value in self._written:
                 parameter.detach().copy_(value)
 
-    def _run(self, name: str, arguments: Mapping[str, Any], left: _Left | None, *, forward_only: bool = False) -> _Run:
+    def _run(self, name: str, arguments: Mapping[str, Any], left: _Left | None) -> _Run:
         """Forward and backward from the start of the call; without ``left`` nothing but time is taken."""
         call, run, clock = self._call, _Run(), _Clock(self._call.device)
         self._put_back_parameters()
@@ -320,11 +338,9 @@ class _Bench:
             input_gradients: list[Tensor | None] = []
             tolerance = None if left is None else self._tolerance(arguments.get("chunks", 1) > 1)
             root = self._forward(f"{name}:", run, clock, input_gradients, tolerance)
-            if forward_only:
-                return run
             stack.enter_context(_after_autocast(call.device))
             mark_memory(f"{name}:{_HELD}")
-            if left is not None:
+            if left is not None and fake_mode() is None:
                 left.random = torch.get_rng_state().numpy().tobytes()
             with _gradients_aside([] if root is None else leaves_of(root)) as leaves:
                 if root is not None:
@@ -394,7 +410,7 @@ class _Clock:
     """Adds up the time of what runs inside it; on the CPU, where times tell little, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on = device.type == "cuda"
+        self._on = is_timed(device)
         self._spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -522,7 +538,7 @@ def _cut_off_arguments(
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
             new[id(leaf)] = leaf
-        elif type(leaf) is Tensor and leaf.requires_grad:
+        elif is_plain(leaf) and leaf.requires_grad:
             if id(leaf) not in new:
                 entering.append(leaf)
             new[id(leaf)] = None
@@ -615,7 +631,7 @@ def _differ(what: str, plain: Sequence[Any], other: Sequence[Any], tolerance: Ca
 
 def _relative_error(a: Tensor, b: Tensor) -> float:
     """Largest difference, relative to the largest value of ``a``; 0 for equal bits."""
-    if a.layout is not torch.strided or torch.equal(a, b):
+    if a.layout is not torch.strided or is_fake(a) or torch.equal(a, b):
         return 0.0
     if a.dtype == torch.bool or a.numel() == 0:
         return 1.0

@@ -68,20 +68,3 @@ def _read(text: str, device_bytes: int | None) -> Fraction:
         said = f"has the unit {unit!r}" if unit else "has no unit"
         raise ValueError(f"memory_budget is {text!r}, which {said}. {_ACCEPTED}")
     return Fraction(_BY_LOWER[unit.lower()]) * amount
-
-
-def format_bytes(size: int) -> str:
-    """Bytes in MiB, as in all tables.
-
-    Example:
-        >>> format_bytes(12 * 2**30), format_bytes(2048)
-        ('12288.0 MiB', '0.002 MiB')
-    """
-    return f"{in_mib(size)} MiB"
-
-
-def in_mib(size: int) -> str:
-    """Bytes as MiB: one decimal, three where that would read 0.0, and never a zero for what is not."""
-    if size == 0 or size >= 0.05 * 2**20:
-        return f"{size / 2**20:.1f}"
-    return f"{size / 2**20:.3f}" if size >= 0.0005 * 2**20 else "<0.001"

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
+from lightning_memopt.measuring.storage_trace import fake_mode
+from lightning_memopt.ops.value_bounds import is_fake
 
 
 class ModelState:
@@ -65,9 +67,12 @@ class ModelState:
                 leaf.grad = None
 
     def set_aside_bytes(self, device: torch.device) -> int:
-        """Bytes on ``device`` of the gradients that were set aside: they are alive, but no part of a step."""
+        """Bytes on ``device`` that are alive for the search alone: gradients that were set aside, values noted."""
         gradients = [gradient for _, gradient in (*self._gradients, *self._outside.values()) if gradient is not None]
-        return sum(gradient.nbytes for gradient in gradients if gradient.device == device)
+        copies = [copy for _, _, copy in self._snapshot._copies]
+        held = [*gradients, *copies, *(value for _, value in self._protected.values()), torch.get_rng_state()]
+        fake = fake_mode() is not None
+        return sum(tensor.nbytes for tensor in held if tensor.device == device and is_fake(tensor) is fake)
 
     def protect(self, parameter: Tensor) -> None:
         """Note the value of a parameter that the forward is about to write to."""

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
+from lightning_memopt.ops.value_bounds import Bounds, bounds_of, is_fake, is_plain
 from lightning_memopt.planning.model_state import ModelState
 from lightning_memopt.planning.regions import Region
 
@@ -282,7 +283,7 @@ class Watch(TorchDispatchMode):
     def _count_input(self, total: _InputCount, tensor: Tensor, *, direct: bool, again: bool) -> None:
         packable = (
             direct
-            and type(tensor) is Tensor
+            and is_plain(tensor)
             and (tensor.is_floating_point() or tensor.dtype in _SPIKE_DTYPES)
             and tensor.nbytes >= _SMALLEST_PACKED_BYTES
             and self._compressor.accepts(tensor)
@@ -363,8 +364,11 @@ def _seen(name: ArgName, total: _InputCount) -> SeenInput:
     )
 
 
-def _is_binary(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _is_binary(tensor: Tensor) -> tuple[Tensor | bool, Tensor | bool]:
     """Whether all values are 0 or 1, and whether one is 1, as tensors on the device."""
+    if is_fake(tensor):
+        known = bounds_of(tensor) == Bounds(1)
+        return known, known
     if tensor.dtype == torch.bool:
         return torch.ones((), dtype=torch.bool, device=tensor.device), tensor.any()
     binary = torch.ones((), dtype=torch.bool, device=tensor.device)
@@ -422,7 +426,7 @@ class Work:
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
     """The work of one operation that returned ``out``; views take none."""
-    if _is_view(func):
+    if _is_view(func) or func.namespace == "prim":  # fake tensors are asked for their device
         return Work()
     moved = sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
     return Work(_flops(func, args, kwargs, out), moved)

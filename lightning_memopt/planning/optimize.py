@@ -29,6 +29,7 @@ from lightning_memopt.planning.apply import (
 )
 from lightning_memopt.planning.by_budget import plan_by_budget
 from lightning_memopt.planning.by_level import plan_by_level
+from lightning_memopt.planning.no_memory import computing_nothing, left_to_check
 from lightning_memopt.planning.plan import Budget, Plan
 from lightning_memopt.planning.regions import TargetClasses
 from lightning_memopt.planning.request import (
@@ -72,14 +73,15 @@ def optimize_memory(
     call with the same arguments does nothing; with others it starts anew.
 
     Args:
-        model: the model to train.
+        model: the model to train. If its parameters are on the meta device, or fake tensors, nothing is computed or
+            allocated, and the plan follows from shapes; make the batch in ``example_forward`` then.
         targets: class or classes of the modules to be regions, the outermost of them. None: the model's repeated
             blocks, see :func:`find_targets`.
         example_forward: runs one training forward of the model that it is given, on data like the real ones in shape,
             dtype and device, and returns a loss or an output. Needed from level 1 on, unless ``plan`` is given.
         level: how far to search. 0: change nothing. 1: checkpoint the regions with the largest inputs; one forward
             without a graph. 2: also split the region that holds the peak. 3: also cut it along time. 4: also remove
-            checkpoints that the peak does not need, most expensive first. Levels 2 to 4 measure real steps.
+            checkpoints that the peak does not need. Levels 2 to 4 observe one forward and measure five steps at most.
         checkpoint_budget: share of the candidates that level 1 takes: ``speed`` 50 %, ``balanced`` 75 %, ``memory``
             100 %.
         compress: store inputs that were seen to be binary as 1 bit a value.
@@ -110,7 +112,8 @@ def optimize_memory(
         TypeError: an argument has the wrong type.
         MemoryBudgetError: no plan is within ``memory_budget``; says the smallest peak there is, and what holds it.
         ValueError: an argument has a wrong value, the model holds no such modules, is already wrapped by DDP or FSDP,
-            has parameters that are lazy or on the meta device, or ``example_forward`` returned nothing with a gradient.
+            has lazy parameters, or ``example_forward`` returned nothing with a gradient; or the model holds no memory
+            and its forward needs some.
         RuntimeError: another rank failed or holds other arguments.
 
     Example:
@@ -154,12 +157,12 @@ def optimize_memory(
         remove_plan(model)
         if request.plan is not None:
             plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
-        elif memory_budget is not None:
-            plan = plan_by_budget(model, request, ranks, started)
         else:
-            plan = plan_by_level(model, request, ranks, started)
+            make = plan_by_level if memory_budget is None else plan_by_budget
+            with computing_nothing(model):
+                plan = left_to_check(make(model, request, ranks, started))
         ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
-        _verify(model, plan, ranks)
+        verify(model, plan, ranks)
     return model
 
 
@@ -167,7 +170,7 @@ def _are_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _verify(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+def verify(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
     """Check that the plan is in force here and that every rank has the same one."""
     if not in_force(model, plan):
         raise RuntimeError("The plan was applied but is not in force: a module lost its treatment. This is a bug.")

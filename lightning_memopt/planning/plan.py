@@ -27,15 +27,16 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memopt import __version__
+from lightning_memopt.measuring.amounts import in_mib
 from lightning_memopt.planning.costs import Choice, Treatment
-from lightning_memopt.planning.memory_budget import in_mib
 
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""
 
 CompressorName = Literal["bit"]
 Budget = Literal["speed", "balanced", "memory"]
-Outcome = Literal["measured", "kept", "undone", "out of memory", "not tried"]
+Outcome = Literal["measured", "kept", "undone", "out of memory"]
+TimeUnit = Literal["ms", "bytes moved"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class RegionPlan:
     """Positions or keyword names of the arguments that the compressor gets."""
     chunks: int = 1
     """Number of pieces along time in which the region is run."""
+    cheap_chunks: int = 0
+    """Of so many of the last pieces the products are kept, as under ``recompute_cheap``."""
     chunked_args: tuple[int | str, ...] = (0,)
     """Positions or keyword names of the arguments that are cut along time."""
     time_dim: int = 0
@@ -80,6 +83,8 @@ class RegionPlan:
     """Floating point operations of one forward pass of the region."""
     forward_bytes: int = 0
     """Bytes read and written by the operations of one forward pass of the region."""
+    added_time: float | None = None
+    """Time that the treatment adds to a step, as predicted, in the plan's ``time_unit``; None where it was not."""
 
     def changes(self) -> dict[str, Any]:
         """The part that changes the model."""
@@ -89,6 +94,7 @@ class RegionPlan:
             "compressor": self.compressor,
             "compressed_args": list(self.compressed_args),
             "chunks": self.chunks,
+            **({"cheap_chunks": self.cheap_chunks} if self.cheap_chunks else {}),
             "chunked_args": list(self.chunked_args),
             "time_dim": self.time_dim,
         }
@@ -96,22 +102,47 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One change of the plan that the search measured, or ruled out without measuring it."""
+    """One plan that was measured."""
 
     level: int
-    """Level of the search: 0 the plain model, 1 the first plan, 2 splits, 3 time chunks, 4 removals."""
+    """0 the plain model, 1 the first plan; other plans have the level that was asked for."""
     action: str
-    """What was changed, in words."""
+    """What was changed, in words: splits, time chunks, removals."""
     paths: tuple[str, ...]
     """The regions that were changed."""
     outcome: Outcome
-    """``measured`` for the two starting points; ``kept`` or ``undone`` for changes; ``not tried`` when ruled out."""
+    """``measured`` for the two starting points; ``kept`` for the plan that was found, ``undone`` for others."""
     peak_bytes: int | None = None
-    """Most bytes alive during the step (MAX over ranks); None when it ran out of memory or was not tried."""
+    """Most bytes alive during the step (MAX over ranks); None when it ran out of memory."""
     seconds: float = 0.0
-    """Wall time of the trial."""
+    """Wall time of the step."""
     reason: str = ""
-    """Why it was ruled out."""
+    """Why there is no peak."""
+
+
+@dataclass(frozen=True)
+class BytesAlive:
+    """Bytes alive at every position of a step: the forward pass of each region, the end of the forward pass, the
+    backward pass of each region, last region first, and the optimizer step.
+    """
+
+    paths: tuple[str, ...]
+    """What runs, in the order of the forward pass: regions, and in parentheses the code between them."""
+    plain_bytes: tuple[int, ...]
+    """At each position if nothing were treated, as predicted: ``2 * len(paths) + 2`` numbers."""
+    planned_bytes: tuple[int, ...]
+    """Under the plan, as predicted."""
+    measured_bytes: tuple[int | None, ...]
+    """Under the plan, in the measured step: the most of all calls of a region; None where no region runs."""
+
+    def __post_init__(self) -> None:
+        positions = 2 * len(self.paths) + 2
+        for name in ("plain_bytes", "planned_bytes", "measured_bytes"):
+            if len(getattr(self, name)) != positions:
+                raise ValueError(
+                    f"BytesAlive.{name} has {len(getattr(self, name))} numbers; {len(self.paths)} paths have "
+                    f"{positions} positions."
+                )
 
 
 @dataclass(frozen=True)
@@ -147,8 +178,23 @@ class Plan:
     """What the plan's peak was predicted to be; None without a budget."""
     extra_flops: int = 0
     """Floating point operations that the plan adds to a step; 0 where they were not counted."""
+    time_unit: TimeUnit | None = None
+    """What ``plain_time`` and ``added_time`` count: ms on CUDA, bytes moved (operations included, at the rate at which
+    memory is moved) elsewhere; None where no time was predicted."""
+    plain_time: float | None = None
+    """Time of a step of the plain model, as predicted from its parts."""
+    added_time: float | None = None
+    """Time that the plan adds to a step, as predicted."""
+    measured_ms: float | None = None
+    """Time in ms of the one measured step of the plan, the first of its kind (CUDA only; MAX over ranks)."""
+    batch_size: int | None = None
+    """Batch size that was found to be the largest within the budget; None where none was looked for."""
+    alive: BytesAlive | None = None
+    """Bytes alive over the step, before and after; None where they were not predicted."""
+    frontier: tuple[tuple[int, float], ...] = ()
+    """Peak in bytes, and added time as a share of a plain step, of plans to which none is better in both."""
     trials: tuple[Trial, ...] = ()
-    """Everything the search measured or ruled out, in order."""
+    """The plans that a level measured, in order."""
     search_passes: int = 0
     """Forward+backward passes that the search ran."""
     probe_passes: int = 0
@@ -168,6 +214,20 @@ class Plan:
     def recomputed(self) -> tuple[RegionPlan, ...]:
         """The regions of which only the inputs are stored."""
         return tuple(region for region in self.regions if region.treatment == "recompute")
+
+    @property
+    def added_share(self) -> float | None:
+        """Time that the plan adds as a share of a plain step, as predicted; None where it was not."""
+        if self.plain_time is None or self.added_time is None:
+            return None
+        return self.added_time / self.plain_time if self.plain_time else 0.0
+
+    @property
+    def measured_share(self) -> float | None:
+        """The same from the time that was measured; None where no step was timed."""
+        if self.measured_ms is None or not self.plain_time or self.time_unit != "ms":
+            return None
+        return self.measured_ms / self.plain_time - 1
 
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of what changes the model: paths, treatments, compressors, chunks."""
@@ -202,6 +262,8 @@ class Plan:
         expected = content.pop("digest", None)
         content["regions"] = tuple(_read(RegionPlan, entry) for entry in _list(content, "regions"))
         content["trials"] = tuple(_read(Trial, entry) for entry in _list(content, "trials", default=()))
+        if isinstance(content.get("alive"), dict):
+            content["alive"] = _read(BytesAlive, content["alive"])
         plan = _read(cls, content)
         if expected is not None and expected != plan.digest():
             raise ValueError(
@@ -254,9 +316,10 @@ class Plan:
     def table(self) -> Table:
         """The plan as a rich table with totals at the foot: a row for each region, or for a run of equal ones.
 
-        Sizes in MiB. The caption says what the search tried, and what is not known because it was not measured.
+        Sizes in MiB. The caption says what was measured, and what is not known because it was not measured.
         """
         measured = any(region.saved_bytes is not None for region in self.regions)
+        timed = self.time_unit is not None
         table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
         inputs = sum(region.input_bytes for region in self.recomputed)
         stored = sum(region.stored_bytes for region in self.treated)
@@ -268,15 +331,41 @@ class Plan:
             table.add_column("kept if plain", justify="right", footer=in_mib(saved))
         table.add_column("inputs", justify="right", footer=in_mib(inputs))
         table.add_column("stored", justify="right", footer=in_mib(stored))
+        if timed:
+            table.add_column("time", justify="right", footer=self._in_share(self.added_time))
         table.add_column("why", overflow="fold")
-        for cells, run in _runs(self.regions, measured=measured):
+        for cells, run in self._runs(measured=measured, timed=timed):
             style = "dim" if run[0].treatment == "keep" else None
             table.add_row(Text(_names(run)), *map(Text, cells), style=style)
         return table
 
+    def _runs(self, *, measured: bool, timed: bool) -> list[tuple[list[str], list[RegionPlan]]]:
+        """The cells of each row but for the name, and the regions they hold for."""
+        rows = [(self._cells(region, measured=measured, timed=timed), region) for region in self.regions]
+        runs: list[tuple[list[str], list[RegionPlan]]] = []
+        for cells, group in itertools.groupby(rows, key=lambda row: row[0]):
+            run = [region for _, region in group]
+            folds = len(run) >= _SHORTEST_RUN and not any(region.aliases for region in run)
+            runs += [(cells, run)] if folds else [(cells, [region]) for region in run]
+        return runs
+
+    def _cells(self, region: RegionPlan, *, measured: bool, timed: bool) -> list[str]:
+        cells = [region.class_name, describe_treatment(region)]
+        if measured:
+            cells.append("" if region.saved_bytes is None else in_mib(region.saved_bytes))
+        cells += [in_mib(region.input_bytes), in_mib(region.stored_bytes) if region.treatment != "keep" else ""]
+        if timed:
+            cells.append(self._in_share(region.added_time) if region.treatment != "keep" else "")
+        return [*cells, region.reason]
+
+    def _in_share(self, added: float | None) -> str:
+        """``+3.1%`` of a plain step."""
+        return "" if added is None or not self.plain_time else f"{added / self.plain_time:+.1%}"
+
     def _title(self) -> str:
         if self.memory_budget is not None:
-            return f"Memory plan: {self._against_budget()}"
+            batch = "" if self.batch_size is None else f", batch size {self.batch_size}"
+            return f"Memory plan{batch}: {self._against_budget()}"
         title = f"Memory plan, level {self.level}"
         return title if self.peak_bytes_after is None else f"{title}: {self._peaks()}"
 
@@ -306,6 +395,7 @@ class Plan:
         if self.forward_flops:
             again = sum(region.forward_flops for region in self.recomputed)
             parts.append(f"{min(again / self.forward_flops, 1):.0%} of the forward FLOPs are recomputed")
+        parts.extend(self._about_time())
         if self.level == 1:
             parts.append("what it saves is not measured at level 1: use level 2, or MemoryMonitor")
         if self.search_passes:
@@ -319,45 +409,33 @@ class Plan:
         if self.forward_flops:
             # A backward pass takes about twice the operations of the forward.
             yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"
+        yield from self._about_time()
         yield f"{self.search_passes} measured step{'s' * (self.search_passes > 1)}, {self.search_seconds:.1f} s"
+
+    def _about_time(self) -> Iterator[str]:
+        """``time of a step +12.5% predicted (counted in bytes moved)``."""
+        if self.added_share is None or self.plain_time is None:
+            return
+        if self.time_unit == "ms":
+            milliseconds = f"{self.plain_time:.1f} -> {self.plain_time + (self.added_time or 0.0):.1f} ms"
+            yield f"time of a step {self.added_share:+.1%} predicted ({milliseconds})"
+        else:
+            yield f"time of a step {self.added_share:+.1%} predicted (counted in {self.time_unit})"
+        if self.measured_share is not None:
+            yield f"{self.measured_share:+.1%} measured ({self.measured_ms:.1f} ms, the first step)"
 
 
 def _tried(trials: tuple[Trial, ...]) -> str:
-    """``tried 3 splits (2 kept), 5 time cuts (0 kept); tried 4 removals (1 kept)``."""
-    changes = [trial for trial in trials if trial.level >= 2 and trial.outcome != "not tried"]
-    kinds = (("split", "split"), ("time cut", "run"), ("removal", "remove"))
-    tried = {kind: [t.outcome for t in changes if t.action.startswith(f"{verb} ")] for kind, verb in kinds}
-    counts = {kind: f"{len(some)} {kind}{'s' * (len(some) > 1)}" for kind, some in tried.items() if some}
-    kept = {kind: f"{count} ({tried[kind].count('kept')} kept)" for kind, count in counts.items()}
-    removals = kept.pop("removal", "")
-    if any("kept" in tried[kind] for kind in kept):
-        parts = [f"tried {', '.join(kept.values())}"]
-    else:
-        parts = [f"tried {', '.join(counts[kind] for kind in kept)}: none lowered the peak"] if kept else []
-    parts += [f"tried {removals}"] if removals else []
-    return "; ".join(parts) or "no split, time cut or removal was tried"
+    """``measured 2 plans beside the first (1 kept)``."""
+    outcomes = [trial.outcome for trial in trials if trial.level >= 2]
+    if not outcomes:
+        return "no other plan should be better than the first"
+    count = f"measured {len(outcomes)} plan{'s' * (len(outcomes) > 1)} beside the first"
+    return f"{count} (1 kept)" if "kept" in outcomes else f"{count}: none was better"
 
 
 _SHORTEST_RUN = 3
 """So many equal regions in a row are shown as one row."""
-
-
-def _runs(regions: tuple[RegionPlan, ...], *, measured: bool) -> list[tuple[list[str], list[RegionPlan]]]:
-    """The cells of each row but for the name, and the regions they hold for."""
-    runs: list[tuple[list[str], list[RegionPlan]]] = []
-    for cells, group in itertools.groupby(regions, key=lambda region: _cells(region, measured=measured)):
-        run = list(group)
-        folds = len(run) >= _SHORTEST_RUN and not any(region.aliases for region in run)
-        runs += [(cells, run)] if folds else [(cells, [region]) for region in run]
-    return runs
-
-
-def _cells(region: RegionPlan, *, measured: bool) -> list[str]:
-    cells = [region.class_name, describe_treatment(region)]
-    if measured:
-        cells.append("" if region.saved_bytes is None else in_mib(region.saved_bytes))
-    stored = in_mib(region.stored_bytes) if region.treatment != "keep" else ""
-    return [*cells, in_mib(region.input_bytes), stored, region.reason]
 
 
 def _names(run: list[RegionPlan]) -> str:
@@ -374,6 +452,9 @@ def describe_treatment(treated: RegionPlan | Choice) -> str:
         parts.append("1-bit inputs")
     if treated.chunks > 1:
         parts.append(f"{treated.chunks} time chunks")
+    if treated.cheap_chunks:
+        last = "one" if treated.cheap_chunks == 1 else str(treated.cheap_chunks)
+        parts.append(f"products of the last {last} kept")
     return ", ".join(parts)
 
 
@@ -390,20 +471,24 @@ def versions() -> dict[str, str]:
     }
 
 
-T = TypeVar("T", RegionPlan, Trial, Plan)
+T = TypeVar("T", RegionPlan, Trial, BytesAlive, Plan)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "treatment": get_args(Treatment),
     "compressor": (None, "bit"),
     "checkpoint_budget": ("speed", "balanced", "memory"),
-    "outcome": ("measured", "kept", "undone", "out of memory", "not tried"),
+    "outcome": get_args(Outcome),
     "level": (0, 1, 2, 3, 4),
+    "time_unit": (None, *get_args(TimeUnit)),
 }
 _TUPLES: dict[str, tuple[type, ...]] = {
     "compressed_args": (int, str),
     "chunked_args": (int, str),
     "aliases": (str,),
     "paths": (str,),
+    "plain_bytes": (int,),
+    "planned_bytes": (int,),
+    "measured_bytes": (int, type(None)),
 }
 
 
@@ -434,6 +519,11 @@ def _value(kind: type[Any], name: str, value: Any, annotation: str) -> Any:
         ok = any(type(value) is type(choice) and value == choice for choice in _CHOICES[name])
     elif name in ("regions", "trials"):
         ok = True
+    elif name == "alive":
+        ok = value is None or isinstance(value, BytesAlive)
+    elif name == "frontier":
+        ok = isinstance(value, list) and all(map(_is_point, value))
+        value = tuple((int(peak), float(added)) for peak, added in value) if ok else value
     elif name == "versions":
         ok = isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     else:
@@ -446,6 +536,13 @@ def _value(kind: type[Any], name: str, value: Any, annotation: str) -> Any:
         ok = ok or (value is None and "None" in annotation)
         if ok and name == "chunks":
             ok = value >= 1
+        if ok and name == "cheap_chunks":
+            ok = value >= 0
     if not ok:
         raise ValueError(f"{kind.__name__}.{name} cannot be {value!r}.")
     return value
+
+
+def _is_point(value: object) -> bool:
+    """Whether ``value`` is a list of bytes and a share of time."""
+    return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and type(value[1]) in (int, float)

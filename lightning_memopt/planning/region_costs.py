@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -39,17 +39,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
 from lightning_memopt.checkpointing.chunks import refuse_norms
 from lightning_memopt.measuring import measure_memory, measuring_repeatedly
 from lightning_memopt.measuring.allocation_events import storages_alive
+from lightning_memopt.measuring.storage_trace import StorageTrace, allocated_bytes, fake_mode, is_timed
+from lightning_memopt.ops.value_bounds import bounds_of, is_fake
 from lightning_memopt.planning.candidates import treated_before, trouble_with, worth_packing
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.experiments import Moment, RegionCall, Result, storages_of, try_choices
 from lightning_memopt.planning.gradient_flow import GradientFlow, edges_out, sequence_number
 from lightning_memopt.planning.model_state import ModelState
+from lightning_memopt.planning.no_memory import without_modes
 from lightning_memopt.planning.observe import (
     ArgName,
     RegionObservation,
@@ -69,14 +71,13 @@ CHOICES = (
     Choice("recompute_cheap"),
     Choice("recompute"),
     Choice("recompute", compressor="bit"),
-    *(Choice("recompute", compressor=compressor, chunks=k) for k in (2, 4, 8) for compressor in (None, "bit")),
+    *(Choice("recompute", compressor=compressor, chunks=k) for k in (2, 4, 6, 8) for compressor in (None, "bit")),
+    *(Choice("recompute", compressor, chunks=k, cheap_chunks=1) for k in (4, 8) for compressor in (None, "bit")),
 )
 """The treatments that are tried unless others are asked for."""
 
 # A region inside another that saves less than this share of what the outermost one saves is not worth a treatment.
 _WORTH = 0.01
-# The CUDA allocator hands out memory in multiples of this many bytes.
-_CUDA_BLOCK = 512
 _LAYERS_WITH_CHILDREN = (nn.MultiheadAttention,)
 # Values looked at before the whole tensor is.
 _SAMPLE = 256
@@ -110,6 +111,8 @@ def observe_step(
     choices: Sequence[Choice] = CHOICES,
     device: torch.device,
     optimizer_peak_bytes: int = 0,
+    parts: Sequence[Region] | None = None,
+    chunkable: Collection[str] | None = None,
 ) -> ObservedStep:
     """What each region costs under each of ``choices``, and what was seen beside that.
 
@@ -117,12 +120,14 @@ def observe_step(
 
     Args:
         model: any module; everything but what autograd needs of it stays unchanged.
-        regions: as :func:`find_targets` finds them. What is inside them is found here.
+        regions: as :func:`find_targets` finds them. What is inside them is found here, unless ``parts`` is given.
         example_forward: runs one training forward of the model that it is given, and returns a loss or an output.
         state: of ``model``, gradients set aside; it is rewound afterwards.
         choices: treatments to try; ``keep`` is always among the results, as the first.
         device: where bytes count.
         optimizer_peak_bytes: most bytes that the optimizer step takes above parameters, gradients and its own state.
+        parts: the only regions inside ``regions``, at any depth; all choices are tried on them, however small they are.
+        chunkable: paths of the only regions that may be cut along time. None: all that give the same in pieces.
 
     Raises:
         NoGradientError: ``example_forward`` returned nothing with a gradient.
@@ -142,7 +147,9 @@ def observe_step(
     tried = (KEEP, *(choice for choice in choices if choice != KEEP))
     with measuring_repeatedly(device), uncompiled():
         for passes, keeps_saved in ((1, False), (2, True)):
-            watch = _CostWatch(model, regions, state, tried, device, keeps_saved=keeps_saved)
+            watch = _CostWatch(
+                model, regions, state, tried, device, parts=parts, chunkable=chunkable, keeps_saved=keeps_saved
+            )
             try:
                 return watch.observe(example_forward, optimizer_peak_bytes, passes)
             except _Dropped:
@@ -169,13 +176,13 @@ def treatment_arguments(
         return {}
     if choice.treatment != "recompute":
         return {"treatment": choice.treatment, "name": path}
-    arguments: dict[str, Any] = {"chunks": choice.chunks, "name": path}
+    arguments: dict[str, Any] = {"chunks": choice.chunks, "cheap_chunks": choice.cheap_chunks, "name": path}
     if choice.compressor is not None:
         arguments["compressor"] = BitSpikeCompressor()
         arguments["compressed_args"] = worth_packing(seen) if packed is None else tuple(packed)
     if choice.chunks > 1:
         # That pieces give what the whole gives was proved when the region was observed.
-        arguments |= {"chunked_args": tuple(item.name for item in seen.inputs), "time_dim": 0, "check_chunks": False}
+        arguments |= {"chunked_args": _along_time(seen), "time_dim": 0, "check_chunks": False}
     return arguments
 
 
@@ -281,9 +288,13 @@ class _CostWatch(Watch):
         choices: Sequence[Choice],
         device: torch.device,
         *,
+        parts: Sequence[Region] | None,
+        chunkable: Collection[str] | None,
         keeps_saved: bool,
     ) -> None:
-        self._all = (*regions, *_regions_inside(model, regions))
+        self._all = (*regions, *(_regions_inside(model, regions) if parts is None else parts))
+        self.worth = _WORTH if parts is None else 0.0  # whatever is named is worth a look
+        self._chunkable = chunkable
         super().__init__(model, self._all, state.protect)
         self._model = model
         self._outermost = len(regions)
@@ -368,7 +379,7 @@ class _CostWatch(Watch):
     # -- Storages -----------------------------------------------------------------------------------------------------
 
     def _rounded(self, size: int) -> int:
-        return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if self._device.type == "cuda" else size
+        return allocated_bytes(size, self._device)
 
     def new_number(self, size: int) -> int:
         """A number for something of ``size`` bytes that is no storage of the pass."""
@@ -391,7 +402,7 @@ class _CostWatch(Watch):
     @property
     def unit(self) -> Literal["ms", "bytes moved"]:
         """What time is measured in."""
-        return "ms" if self._device.type == "cuda" else "bytes moved"
+        return "ms" if is_timed(self._device) else "bytes moved"
 
     def standing(self) -> set[int]:
         """The storages that are alive now, without copies of weights."""
@@ -492,11 +503,12 @@ class _CostWatch(Watch):
         """Open the books of a call."""
         self._end_stretch()
         around = self._calls[-1]
-        if around.region is not None and any(isinstance(c, _Call) and c.index == index for c in around.body):
+        again = any(isinstance(call, _Call) and call.index == index for call in around.body)
+        if again and around.region is not None and self.worth:
             around.opens = False
         call = _Call(sequence_number(), self._next, dict(self._alive), index=index, region=self._all[index])
         if torch.is_grad_enabled() and all(outer.opens for outer in self._calls):
-            with _disable_current_modes():
+            with without_modes():
                 call.before = Moment.now(self._all[index].module, self._device)
             call.args, call.kwargs = args, kwargs
         around.body.append(call)
@@ -515,16 +527,16 @@ class _CostWatch(Watch):
         outputs = storages_of(output).values()
         call.outputs = tuple(self.number_of(tensor) for tensor in outputs)
         if call.before is not None and self._is_worth(call):
-            with _disable_current_modes():
+            with without_modes():
                 self._try(call, output)
         call.before, call.args, call.kwargs = None, (), {}
         self._begin_stretch()
 
     def _is_worth(self, call: _Call) -> bool:
         if call.index < self._outermost:
-            return True
+            return call.region is None or not call.region.outside or bool(call.still_saved())
         outermost = self._calls[1]
-        return self._bytes(call.still_saved()) >= _WORTH * self._bytes(outermost.still_saved())
+        return self._bytes(call.still_saved()) >= self.worth * self._bytes(outermost.still_saved())
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(map(self._sizes.__getitem__, storages))
@@ -567,7 +579,9 @@ class _CostWatch(Watch):
         )
         tried: dict[Choice, Mapping[str, Any]] = {}
         reasons: dict[Choice, str] = {}
-        for choice in self._choices:
+        steps = _time_steps(seen)
+        fitting = (replace(choice, chunks=min(choice.chunks, max(steps, 2))) for choice in self._choices)
+        for choice in dict.fromkeys(fitting):
             reason = self._reason(call, choice, seen, packed)
             if reason:
                 reasons[choice] = reason
@@ -585,21 +599,26 @@ class _CostWatch(Watch):
         if trouble:
             return trouble
         saved = call.still_saved()
-        if not saved:
+        if not saved and self.worth:
             return "saves nothing"
         if choice.treatment == "pack":
             return "" if any(map(self.bits, saved)) else "saves nothing that fits into fewer bits"
         freed = [storage for storage in saved if call.created(storage) and storage not in call.outputs]
-        if self._bytes(freed) < _WORTH * self._bytes(saved):
+        if self._bytes(freed) < self.worth * self._bytes(saved):
             return "saves little but its inputs and outputs, which running it again would not free"
         if choice.treatment == "recompute_cheap":
             return ""
         if choice.compressor is not None and not packed:
             return "is given no binary tensor to pack"
         if choice.chunks > 1:
-            if choice.compressor is None and packed:
+            if self._chunkable is not None and call.path not in self._chunkable:
+                return "may not be cut along time"
+            reason = _reason_not_to_cut(call.region, seen)
+            if not reason and choice.compressor is None and packed:
                 return "time chunks of binary inputs are tried packed"
-            return _reason_not_to_cut(call.region, seen, choice.chunks)
+            if not reason and choice.cheap_chunks and not seen.flops:
+                return "performs no product that could be kept"
+            return reason
         return ""
 
     def _signature(self, call: _Call, tried: Mapping[Choice, object], reasons: Mapping[Choice, str]) -> Any:
@@ -630,6 +649,8 @@ class _CostWatch(Watch):
 
 
 def _bytes_alive(device: torch.device) -> int:
+    if fake_mode() is not None:
+        return StorageTrace(device).start_bytes
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return sum(storage.nbytes() for storage in storages_alive(device))
@@ -654,12 +675,19 @@ def _regions_inside(model: nn.Module, regions: Sequence[Region]) -> list[Region]
     return [as_region(module, names) for key, module in found.items() if key not in outermost and key in names]
 
 
-def _reason_not_to_cut(region: Region, seen: RegionObservation, chunks: int) -> str:
-    steps = {item.steps for item in seen.inputs}
-    if len(steps) != 1 or min(steps) < 2:
-        return "its inputs share no first dimension to cut"
-    if min(steps) < chunks:
-        return f"{min(steps)} time steps do not make {chunks} chunks"
+def _time_steps(seen: RegionObservation) -> int:
+    """Size of the first dimension of the first input that can be cut there; 0 if there is none."""
+    return next((item.steps for item in seen.inputs if item.steps > 1), 0)
+
+
+def _along_time(seen: RegionObservation) -> tuple[ArgName, ...]:
+    """The inputs that are cut: those with as many steps. All others are given to each piece as they are."""
+    return tuple(item.name for item in seen.inputs if item.steps == _time_steps(seen))
+
+
+def _reason_not_to_cut(region: Region, seen: RegionObservation) -> str:
+    if not _time_steps(seen):
+        return "no input has a first dimension to cut"
     try:
         refuse_norms(region.module, type(region.module).__name__)
     except ValueError as error:
@@ -700,6 +728,9 @@ def fewest_bits(tensor: Tensor) -> int:
         >>> [fewest_bits(torch.tensor(values)) for values in ([0.0, 3.0, 2.0], [0.0, 1.25], [0.5, 1.25])]
         [2, 1, 0]
     """
+    if is_fake(tensor):
+        known = bounds_of(tensor)
+        return 0 if known is None else known.bits
     if tensor.dtype == torch.bool:
         return 1
     if tensor.is_complex() or tensor.numel() == 0 or tensor.is_meta or tensor.element_size() > 4:
@@ -762,7 +793,7 @@ class _Accounts:
             stretch.clear()
 
         for span in call.body:
-            if isinstance(span, _Call) and (call is self._watch.root or self._is_worth(span, least_bytes)):
+            if isinstance(span, _Call) and self._is_worth(span, least_bytes, outermost=call is self._watch.root):
                 end_stretch(span.path)
                 made.append(self._region(span, least_bytes))
                 before = span.path
@@ -771,12 +802,14 @@ class _Accounts:
         end_stretch("")
         return tuple(made)
 
-    def _is_worth(self, call: _Call, least_bytes: int) -> bool:
+    def _is_worth(self, call: _Call, least_bytes: int, *, outermost: bool) -> bool:
+        if outermost and not (call.region is not None and call.region.outside):
+            return True
         return bool(call.results) and self._bytes(call.still_saved()) >= least_bytes
 
     def _region(self, call: _Call, least_bytes: int) -> RegionCosts:
         saved = self._bytes(call.still_saved())
-        least_bytes = least_bytes or int(_WORTH * saved)
+        least_bytes = least_bytes or int(self._watch.worth * saved)
         children = self._body(call, least_bytes) if call.opens else ()
         if not any(len(child.choices) > 1 for child in children):
             children = ()
@@ -791,13 +824,14 @@ class _Accounts:
         )
 
     def _left(self, call: _Call) -> int:
-        """Bytes that stay after its backward beside gradients: states, and what hangs on their graph.
+        """Bytes that stay after its backward beside gradients: states.
 
-        Treatments differ little in this, and the costs have one number for all.
+        What is not recomputed also leaves what hangs on their graph. This is the least of all treatments; what another
+        one leaves beyond that is part of its own costs.
         """
-        plain = next((result for result in call.results if result.choice == KEEP and not result.refused), None)
-        if plain is not None:
-            return plain.left_bytes
+        left = [result.left_bytes for result in call.results if not result.refused]
+        if left:
+            return min(left)
         return self._bytes(storage for storage in self._standing if call.created(storage))
 
     def _stretch(self, spans: list[_Span], name: str) -> RegionCosts | None:
@@ -851,16 +885,26 @@ class _Accounts:
             inside = self._bytes(storage for storage in left if call.created(storage))
             backward = self._flow.peak(call.first_sequence, call.last_sequence)
             return ChoiceCost(KEEP, holds, max(peak, inside), backward, extra=0.0)
+        # Where it changes an input in place, it was run on copies of its inputs.
+        copied = call.neighbours if self._seen[call.path].writes_input else ()
         known = sum(
             size
             for storage, size in holds.items()
-            if call.created(storage) and not (storage in self._standing and storage in call.outputs)
+            if storage in copied
+            or (call.created(storage) and not (storage in self._standing and storage in call.outputs))
         )
         hidden = result.held_bytes - known
         if hidden > _UNNOTICED * result.held_bytes:
             # Held by the graph in another way than as a saved tensor.
             holds[self._watch.new_number(hidden)] = hidden
-        return ChoiceCost(KEEP, holds, result.forward_peak_bytes, self._backward_peak(call, result), extra=0.0)
+        return ChoiceCost(
+            choice=KEEP,
+            holds=holds,
+            forward_peak_bytes=result.forward_peak_bytes,
+            backward_peak_bytes=self._backward_peak(call, result),
+            extra=0.0,
+            left_bytes=result.left_bytes - self._left(call),
+        )
 
     def _treated(self, call: _Call, result: Result, plain: Result) -> ChoiceCost:
         watch = self._watch
@@ -894,6 +938,7 @@ class _Accounts:
             backward_peak_bytes=self._backward_peak(call, result),
             extra=max(result.ms - plain.ms if watch.unit == "ms" else more_time, 0.0),
             extra_flops=max(result.work.flops - plain.work.flops, 0),
+            left_bytes=result.left_bytes - self._left(call),
         )
 
     def _is_packed(self, call: _Call, choice: Choice, storage: int, *, held_plain: bool) -> bool:

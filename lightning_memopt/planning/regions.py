@@ -13,15 +13,17 @@ own repetition says where its blocks are:
 3. else, in a flat spiking network, the repeated weight layers and neurons themselves;
 4. else the largest children.
 
-Regions never overlap and are never the model itself.
+Regions never overlap and are never the model itself. Where bytes count, what lies outside of them (a stem, a head) is
+looked at as well: :func:`with_surroundings`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 # (top-level package, class name) of the base classes that neurons derive from, so that no library has to be imported.
@@ -59,6 +61,8 @@ class Region:
     path: str
     module: nn.Module
     aliases: tuple[str, ...] = ()
+    outside: bool = False
+    """Whether it lies outside of what was named or repeats: only looked at if it saves something."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,42 @@ def find_targets(model: nn.Module, targets: TargetClasses | None = None) -> Foun
         f"{type(model).__name__} has no child modules with weights, so no region was found. Name the classes of the "
         "modules to be checkpointed in targets."
     )
+
+
+def with_surroundings(model: nn.Module, found: FoundRegions) -> FoundRegions:
+    """Add the largest modules that lie beside the regions: stems and heads, layer by layer or in one.
+
+    Example:
+        >>> model = nn.Sequential(
+        ...     nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Sequential(*(nn.TransformerEncoderLayer(4, 1) for _ in range(2)))
+        ... )
+        >>> [region.path for region in with_surroundings(model, find_targets(model)).regions]
+        ['0', '1', '2.0', '2.1']
+    """
+    chosen = {id(region.module) for region in found.regions}
+    covered = {id(inner) for region in found.regions for inner in region.module.modules()}
+    beside: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) in covered:
+                continue
+            if _is_called(child) and not any(id(inner) in covered for inner in child.modules()):
+                beside[id(child)] = child
+            else:
+                visit(child)
+
+    visit(model)
+    regions = _as_regions(model, [*beside.values(), *(region.module for region in found.regions)])
+    marked = tuple(replace(region, outside=id(region.module) not in chosen) for region in regions)
+    return FoundRegions(marked, found.reason)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether ``module`` is one that a forward calls and that may be run again: no container, no metric."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)):
+        return False
+    return not any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
 
 
 def is_neuron(module: nn.Module) -> bool:

@@ -43,18 +43,18 @@ CanChunk = Callable[[nn.Module], bool]
 class Request:
     """The arguments of one call of :func:`lightning_memopt.optimize_memory`; see there."""
 
-    targets: TargetClasses | None
-    example_forward: ExampleForward | None
-    level: int
-    checkpoint_budget: Budget
-    compress: bool
-    split_fn: SplitFn | None
-    can_chunk: CanChunk | None
-    plan: Plan | str | os.PathLike[str] | None
-    progress: Progress | None
-    memory_budget: int | str | None
-    optimizer: Optimizer | Sequence[Optimizer] | None
-    reserved_bytes: int
+    targets: TargetClasses | None = None
+    example_forward: ExampleForward | None = None
+    level: int = 1
+    checkpoint_budget: Budget = "memory"
+    compress: bool = True
+    split_fn: SplitFn | None = None
+    can_chunk: CanChunk | None = None
+    plan: Plan | str | os.PathLike[str] | None = None
+    progress: Progress | None = None
+    memory_budget: int | str | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | None = None
+    reserved_bytes: int = 0
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -161,11 +161,6 @@ def _check_search(model: nn.Module, request: Request) -> None:
             raise ValueError(
                 f"Parameter {name} is lazy (not initialized yet); run one forward pass of the model first."
             )
-        if parameter.is_meta:
-            raise ValueError(
-                f"Parameter {name} is on the meta device, where no forward can be observed; pass plan=..., a plan that "
-                "was made for this model on a real device."
-            )
 
 
 def _check_budget(model: nn.Module, request: Request) -> None:
@@ -197,7 +192,8 @@ def budget_of(model: nn.Module, request: Request) -> int:
     """What the budget allows on the device of this rank."""
     assert request.memory_budget is not None
     device = device_of(model)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    here = device.type == "cuda" and torch.cuda.is_available()  # fake tensors may be on a device that is not
+    memory = torch.cuda.get_device_properties(device).total_memory if here else None
     return budget_bytes(request.memory_budget, memory)
 
 

@@ -44,8 +44,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.memory_budget import format_bytes
 from lightning_memopt.planning.plan import describe_treatment
 from lightning_memopt.planning.simulate import (
     Assignment,

@@ -2,14 +2,10 @@
 One measured step
 =================
 
-A trial runs one forward and backward pass of the model as it is treated at the moment, and learns more from it than the
-peak. Hooks name the moments when a region's forward begins and ends, when the gradient of its output arrives (its
-recomputation is about to start) and when the gradients of its inputs are complete. Between two such moments the memory
-has a peak of its own, so one pass tells
-
-* which region the peak of the step lies in: the only one worth making smaller;
-* how much each region keeps from forward to backward;
-* how high memory stands between a region's forward and its backward: whether there is room for it to keep more.
+A trial runs one forward and backward pass of the model as it is treated at the moment. Hooks name the moments when a
+region's forward begins and ends, when the gradient of its output arrives (its recomputation is about to start) and when
+the gradients of its inputs are complete. Between two such moments the memory has a peak of its own, which belongs to
+the region that runs.
 """
 
 from __future__ import annotations
@@ -26,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
+from lightning_memopt.measuring.storage_trace import is_timed
 from lightning_memopt.planning.gradient_flow import leaves_of
 from lightning_memopt.planning.model_state import ModelState
-from lightning_memopt.planning.observe import storage_address, uncompiled
+from lightning_memopt.planning.observe import uncompiled
 
 # Names of marks are a kind and the index of the region.
 _ENTER, _LEAVE, _BACKWARD, _DONE, _END = "enter", "leave", "backward", "done", "end"
@@ -40,27 +37,15 @@ class Profile:
 
     peak_bytes: int | None
     """Most bytes alive during the step; None if it ran out of memory."""
-    critical: tuple[str, ...]
-    """Regions that the peak lies in, more than one only if they are equal; empty if it lies elsewhere."""
-    in_forward: bool = False
-    """Whether the peak lies in their forward, not in their backward."""
-    progress: int = 0
-    """Moments reached before the end, or before memory ran out."""
-    kept: Mapping[str, int] = field(default_factory=dict)
-    """By region: bytes that its forward left alive."""
-    returned: Mapping[str, int] = field(default_factory=dict)
-    """By region: bytes of what its forward returned, a part of ``kept``."""
-    standing: Mapping[str, int] = field(default_factory=dict)
-    """By region: most bytes alive between the end of its forward and the start of its backward."""
-    before_backward: Mapping[str, int] = field(default_factory=dict)
-    """By region: most bytes alive at the moment when its backward began."""
-    peaks: Mapping[str, int] = field(default_factory=dict)
-    """By region: peak during its forward and its backward."""
+    forward_peaks: Mapping[str, int] = field(default_factory=dict)
+    """By region: peak during its forward alone."""
+    backward_peaks: Mapping[str, int] = field(default_factory=dict)
+    """By region: peak during its backward alone."""
     forward_ms: Mapping[str, float] = field(default_factory=dict)
     """By region: forward time in ms (CUDA only)."""
+    step_ms: float | None = None
+    """Time of the step in ms (CUDA only: on the CPU the recording of allocations takes much of it)."""
     seconds: float = 0.0
-    refused: str = ""
-    """Why the step could not run as it was treated (time chunks that are not safe)."""
 
 
 class NoGradientError(ValueError):
@@ -99,18 +84,14 @@ def run_step(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        return Profile(None, *markers.last_running(), progress=markers.count, seconds=seconds)
+        return Profile(None, seconds=seconds)
     return markers.profile(report, state.set_aside_bytes(device), seconds)
 
 
-def run_forward(model: nn.Module, example_forward: Callable[[nn.Module], object], state: ModelState) -> None:
-    """Run one forward with a graph that is dropped. ``state`` is rewound before and after."""
-    state.rewind()
-    try:
-        with uncompiled(), torch.enable_grad():
-            example_forward(model)
-    finally:
-        state.rewind()
+def largest_peak(profiles: Sequence[Profile]) -> int | None:
+    """The largest peak of all ranks; None if memory ran out on one."""
+    peaks = [profile.peak_bytes for profile in profiles if profile.peak_bytes is not None]
+    return max(peaks) if len(peaks) == len(profiles) else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -192,15 +173,13 @@ class _Markers:
         self._forward: list[int] = []
         self._backward: list[int] = []
         self._timers: list[tuple[int, Any, Any]] = []
-        self._returned = dict.fromkeys(paths, 0)
-        self.count = 0
 
     def attach(self, index: int, module: nn.Module, stack: ExitStack) -> None:
         """Put hooks on ``module``, to be removed with ``stack``."""
         entered: list[Any] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._mark(_ENTER, index)
+            mark_memory(f"{_ENTER}:{index}")
             inputs = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             waiting = [tensor for tensor in inputs.values() if tensor.requires_grad and torch.is_grad_enabled()]
             left = len(waiting)
@@ -209,11 +188,11 @@ class _Markers:
                 nonlocal left
                 left -= 1
                 if left == 0:
-                    self._mark(_DONE, index)
+                    mark_memory(f"{_DONE}:{index}")
 
             for tensor in waiting:
                 stack.callback(tensor.register_hook(gradient_done).remove)
-            if self._device.type == "cuda":
+            if is_timed(self._device):
                 entered.append(torch.cuda.Event(enable_timing=True))
                 entered[-1].record()
 
@@ -222,23 +201,15 @@ class _Markers:
                 end = torch.cuda.Event(enable_timing=True)
                 end.record()
                 self._timers.append((index, entered.pop(), end))
-            given = {storage_address(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
             outputs = {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
             for leaf in outputs.values():
-                if storage_address(leaf) not in given:
-                    self._returned[self._paths[index]] += leaf.nbytes
                 if leaf.requires_grad and torch.is_grad_enabled():
-                    handle = leaf.register_hook(lambda _: self._mark(_BACKWARD, index))
+                    handle = leaf.register_hook(lambda _: mark_memory(f"{_BACKWARD}:{index}"))
                     stack.callback(handle.remove)
-            self._mark(_LEAVE, index)
+            mark_memory(f"{_LEAVE}:{index}")
 
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after).remove)
-
-    def _mark(self, kind: str, index: int) -> None:
-        self.count += 1
-        self._follow(kind, index)
-        mark_memory(f"{kind}:{index}")
 
     def _follow(self, kind: str, index: int) -> None:
         """Keep the regions whose forward or backward runs, the latest last."""
@@ -257,59 +228,27 @@ class _Markers:
             return self._forward[-1], True
         return (self._backward[-1] if self._backward else None), False
 
-    def last_running(self) -> tuple[tuple[str, ...], bool]:
-        """The region that ran last, and whether it was its forward."""
-        index, in_forward = self._running()
-        return () if index is None else (self._paths[index],), in_forward
-
     def profile(self, report: StepMemory, set_aside: int, seconds: float) -> Profile:
         """What the marks of a finished step say."""
         peak = -1
-        critical: list[tuple[int | None, bool]] = []
-        kept, standing, before_backward, peaks = (dict.fromkeys(self._paths, 0) for _ in range(4))
-        entered: dict[int, list[int]] = {}
-        left: set[int] = set()  # regions after their last forward, before their first backward
-        self._forward, self._backward = [], []
+        forward_peaks, backward_peaks = (dict.fromkeys(self._paths, 0) for _ in range(2))
         for mark in report.marks:
             # The peak before a mark belongs to whatever ran until then.
-            running = self._running()
-            if mark.peak_bytes > peak:
-                peak, critical = mark.peak_bytes, [running]
-            elif mark.peak_bytes == peak and running not in critical:
-                critical.append(running)
-            if running[0] is not None:
-                path = self._paths[running[0]]
-                peaks[path] = max(peaks[path], mark.peak_bytes - set_aside)
-            for index in left:
-                path = self._paths[index]
-                standing[path] = max(standing[path], mark.peak_bytes - set_aside)
+            running, in_forward = self._running()
+            peak = max(peak, mark.peak_bytes)
+            if running is not None:
+                path, here = self._paths[running], forward_peaks if in_forward else backward_peaks
+                here[path] = max(here[path], mark.peak_bytes - set_aside)
             if mark.name == _END:
                 break
             kind, number = mark.name.split(":")
-            index = int(number)
-            path = self._paths[index]
-            if kind == _ENTER:
-                entered.setdefault(index, []).append(mark.bytes)
-            elif kind == _LEAVE:
-                kept[path] += mark.bytes - entered[index].pop()
-                standing[path] = mark.bytes - set_aside
-                left.add(index)
-            elif kind == _BACKWARD:
-                left.discard(index)
-                before_backward[path] = max(before_backward[path], mark.bytes - set_aside)
-            self._follow(kind, index)
-        alike = None not in {index for index, _ in critical} and len({forward for _, forward in critical}) == 1
+            self._follow(kind, int(number))
         return Profile(
             peak_bytes=peak - set_aside,
-            critical=tuple(self._paths[index] for index, _ in critical if index is not None) if alike else (),
-            in_forward=alike and critical[0][1],
-            progress=self.count,
-            kept=kept,
-            returned=dict(self._returned),
-            standing=standing,
-            before_backward=before_backward,
-            peaks=peaks,
+            forward_peaks=forward_peaks,
+            backward_peaks=backward_peaks,
             forward_ms=self._forward_ms(),
+            step_ms=report.step_ms if is_timed(self._device) else None,
             seconds=seconds,
         )
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.planning.costs import Choice, StepCosts
-from lightning_memopt.planning.memory_budget import format_bytes
 from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, visits
 from lightning_memopt.planning.solve import Solution, solve
 
@@ -24,6 +24,8 @@ from lightning_memopt.planning.solve import Solution, solve
 MOST_STEPS = 3
 # A plan this close below the budget is not improved upon.
 _CLOSE = 0.02
+# A plan predicted so little above the budget may well be within: it is the first to be measured.
+_UNSURE = 1e-4
 # Where memory ran out, nobody knows how much was missing: so much more than the budget is assumed.
 _OUT_OF_MEMORY = 1.1
 # A tenth of a MiB: sizes in messages have one decimal.
@@ -65,6 +67,13 @@ class MeasuredPlan:
         """Whether the measured peak is within the budget."""
         return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
 
+    def correction(self, budget_bytes: int) -> Correction:
+        """What the model of memory has to be corrected by, after what the step showed."""
+        peak = self.peak_bytes
+        if peak is None:
+            peak = max(int(_OUT_OF_MEMORY * budget_bytes), self.predicted_bytes)
+        return correct(self.solution.correction, self.solution.simulated, peak)
+
 
 @dataclass(frozen=True)
 class WithinBudget:
@@ -91,7 +100,8 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
     steps: list[MeasuredPlan] = []
     best: MeasuredPlan | None = None
     for _ in range(MOST_STEPS):
-        solution = solve(costs, allowed, correction)
+        unsure = 0 if steps else int(_UNSURE * allowed)
+        solution = solve(costs, allowed + unsure, correction)
         if any(solution.assignment == step.solution.assignment for step in steps):
             break
         if best is not None and not (solution.fits and solution.simulated.extra < best.solution.simulated.extra):
@@ -104,12 +114,9 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
                 break
         elif not solution.fits:
             break  # this was the plan with the least peak
-        peak = step.peak_bytes
-        if peak is None:
-            peak = max(int(_OUT_OF_MEMORY * allowed), solution.simulated.peak_bytes)
-        correction = correct(correction, solution.simulated, peak)
+        correction = step.correction(allowed)
     if best is None:
-        raise _refusal(costs, budget_bytes, reserved_bytes, steps, correction)
+        raise refusal(costs, budget_bytes, reserved_bytes, steps, correction)
     return WithinBudget(best, tuple(steps))
 
 
@@ -119,9 +126,25 @@ def choices_of(costs: StepCosts, assignment: Assignment) -> dict[str, Choice]:
     return {path: choice for path, choice in chosen.items() if choice.treatment != "keep"}
 
 
-def _refusal(
-    costs: StepCosts, budget_bytes: int, reserved_bytes: int, steps: list[MeasuredPlan], correction: Correction
+def refusal(
+    costs: StepCosts,
+    budget_bytes: int,
+    reserved_bytes: int,
+    steps: list[MeasuredPlan],
+    correction: Correction,
+    *,
+    smallest_batch: bool = False,
 ) -> MemoryBudgetError:
+    """Says that no plan is within a budget, the smallest peak there is, and what holds it.
+
+    Args:
+        costs: one observed step.
+        budget_bytes: what was asked for.
+        reserved_bytes: what of it is not for the step.
+        steps: those that were measured.
+        correction: of the model of memory, after these.
+        smallest_batch: the batch has one sample, and none that is smaller can be advised.
+    """
     least = solve(costs, 0, correction)
     measured = [step.peak_bytes for step in steps if step.peak_bytes is not None]
     predicted = least.simulated.peak_bytes
@@ -131,11 +154,12 @@ def _refusal(
     how = "measured" if known is not None else "predicted from measured steps" if measured else "predicted"
     reserved = f"{format_bytes(reserved_bytes)} that the optimizer will hold, " if reserved_bytes else ""
     at_least = f"{math.ceil(least_bytes / _TENTH) / 10:.1f} MiB"
-    smaller = "" if least.simulated.peak.kind == "optimizer" else ", or use a smaller batch"
+    no_smaller = smallest_batch or least.simulated.peak.kind == "optimizer"
+    of_one = " of a batch of one sample" if smallest_batch else ""
     return MemoryBudgetError(
-        f"No plan keeps a training step within {format_bytes(budget_bytes)}. The smallest peak that any plan has is "
-        f"{least_bytes} bytes ({how}), in {least.simulated.peak}, where these are alive: {reserved}"
-        f"{_said(least.simulated)}. Allow at least {at_least}{smaller}.",
+        f"No plan keeps a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that any plan "
+        f"has is {least_bytes} bytes ({how}), in {least.simulated.peak}, where these are alive: {reserved}"
+        f"{_said(least.simulated)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
         least_bytes,
     )
 

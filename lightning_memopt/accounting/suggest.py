@@ -1,0 +1,156 @@
+"""
+What would save memory, and what it costs
+=========================================
+
+:func:`suggest` estimates a training again with one setting changed at a time. What changes nothing but the order of
+rounding comes first, then what costs time, then what changes the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich.table import Table
+
+from lightning_memopt.accounting.estimate import _FUSED, Training, estimate_transformer
+from lightning_memopt.accounting.optimizers import optimizer_row
+from lightning_memopt.accounting.transformer import Transformer, precision_of
+
+__all__ = ["Price", "Suggestion", "suggest", "suggestion_table"]
+
+Price = Literal["nothing", "time", "accuracy"]
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change of a training and the bytes that it saves at the peak."""
+
+    change: str
+    """What to set, in words."""
+    price: Price
+    """What is at risk: ``nothing`` beyond rounding, ``time``, or ``accuracy`` (the training is another one)."""
+    saves_bytes: int
+    """Of the peak, on each device."""
+    peak_bytes: int
+    """The peak with this change alone."""
+    caveat: str
+    """What to know before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, with GiB beside the bytes."""
+        return {**asdict(self), "saves_gib": round(self.saves_bytes / _GIB, 3)}
+
+
+def suggest(model: Transformer, **settings: Any) -> tuple[Suggestion, ...]:
+    """Return what would lower the peak of a training, the cheapest first.
+
+    Args:
+        model: the transformer and its batch, in numbers.
+        settings: how it is trained now, as :func:`estimate_memory` takes it.
+
+    Returns:
+        One suggestion per change that saves anything, each estimated alone: first those that cost nothing, then those
+        that cost time, then those that change the training; of the same price, the one that saves most first.
+
+    Raises:
+        TypeError: ``model`` is something else, or a setting is unknown.
+        ValueError: a value is unknown; the message lists what is accepted.
+
+    Example:
+        >>> from lightning_memopt.accounting.transformer import TRANSFORMERS
+        >>> found = suggest(TRANSFORMERS["llama-2-7b"], precision="bf16-mixed")
+        >>> [(each.change, each.price, round(each.saves_bytes / 2**30)) for each in found][:2]
+        [("checkpointing='recompute'", 'time', 16), ("checkpointing='recompute_cheap'", 'time', 7)]
+    """
+    if not isinstance(model, Transformer):
+        raise TypeError(f"suggest() takes a lightning_memopt.accounting.Transformer, got {type(model).__name__}")
+    training = Training(**settings)
+    now = estimate_transformer(model, training).peak_bytes
+    found = []
+    for change, price, other, trained, caveat in _changes(model, training):
+        try:
+            peak = estimate_transformer(other, trained).peak_bytes
+        except ValueError:  # these sizes cannot be had that way
+            continue
+        if peak < now:
+            found.append(Suggestion(change, price, now - peak, peak, caveat))
+    order: dict[Price, int] = {"nothing": 0, "time": 1, "accuracy": 2}
+    return tuple(sorted(found, key=lambda suggestion: (order[suggestion.price], -suggestion.saves_bytes)))
+
+
+def suggestion_table(suggestions: Sequence[Suggestion]) -> Table:
+    """The suggestions as a table."""
+    table = Table(title="Each alone, the cheapest first", title_justify="left")
+    table.add_column("change")
+    table.add_column("saves [GiB]", justify="right")
+    table.add_column("peak [GiB]", justify="right")
+    table.add_column("costs")
+    table.add_column("caveat")
+    for each in suggestions:
+        table.add_row(
+            each.change, f"{each.saves_bytes / _GIB:.2f}", f"{each.peak_bytes / _GIB:.2f}", each.price, each.caveat
+        )
+    return table
+
+
+def _changes(model: Transformer, training: Training) -> Iterator[tuple[str, Price, Transformer, Training, str]]:
+    """Each change: its words, its price, the model and training it leads to, and its caveat."""
+    precision = precision_of(training.precision)
+    sharded = training.strategy.startswith("fsdp")
+
+    if model.attention == "eager":
+        flash = replace(model, attention="sdpa")
+        yield "attention='sdpa'", "nothing", flash, training, "no attention weights to look at; other rounding"
+    if not training.fused and optimizer_row(training.optimizer).name in _FUSED:
+        fused = replace(training, fused=True)
+        yield "fused=True", "nothing", model, fused, "other rounding of the last digit; needs floating point parameters"
+    if training.strategy in ("auto", "ddp") and training.replicas > 1:
+        views = replace(training, strategy="ddp_gradient_as_bucket_view")
+        caveat = "gradients are views: do not detach_() them; of Lightning, DDPStrategy(gradient_as_bucket_view=True)"
+        yield "strategy='ddp_gradient_as_bucket_view'", "nothing", model, views, caveat
+
+    if training.checkpointing == "keep":
+        cheap = replace(training, checkpointing="recompute_cheap")
+        caveat = "norms and activations run again in the backward pass, no product; same gradients"
+        yield "checkpointing='recompute_cheap'", "time", model, cheap, caveat
+    if training.checkpointing != "recompute":
+        again = replace(training, checkpointing="recompute")
+        caveat = "one more forward pass of each block, about a third of the step's time; same gradients"
+        yield "checkpointing='recompute'", "time", model, again, caveat
+    if not sharded and training.replicas > 1:
+        for strategy, words in (
+            ("fsdp_shard_grad_op", "weights are gathered once a step"),
+            ("fsdp_full_shard", "weights are gathered in the forward and in the backward pass"),
+        ):
+            shared = replace(training, strategy=strategy)
+            yield f"strategy={strategy!r}", "time", model, shared, f"{words}; checkpoints of the strategy's own kind"
+    if training.strategy == "fsdp_shard_grad_op":
+        shared = replace(training, strategy="fsdp_full_shard")
+        yield "strategy='fsdp_full_shard'", "time", model, shared, "weights are gathered once more, for backward"
+    if training.tensor_parallel > 1 and not training.sequence_parallel:
+        shared = replace(training, sequence_parallel=True)
+        yield "sequence_parallel=True", "time", model, shared, "norms and dropout have to be parallelized by sequence"
+    if model.batch_size > 1:
+        half = replace(model, batch_size=model.batch_size // 2)
+        more = replace(training, accumulate_grad_batches=2 * training.accumulate_grad_batches)
+        caveat = "twice as many passes for a step; the same gradients where the loss is a mean over equal batches"
+        change = f"batch_size={half.batch_size}, accumulate_grad_batches={more.accumulate_grad_batches}"
+        yield change, "time", half, more, caveat
+
+    if precision.name == "32-true":
+        mixed = replace(training, precision="bf16-mixed")
+        yield "precision='bf16-mixed'", "accuracy", model, mixed, "products in 16 bits, weights stay in 32; faster"
+    if precision.parameter == 4:
+        true = replace(training, precision="bf16-true")
+        caveat = "weights and states in 16 bits: updates below 1/256 of a weight are lost; faster"
+        yield "precision='bf16-true'", "accuracy", model, true, caveat
+    current = optimizer_row(training.optimizer).name
+    for name in ("bitsandbytes.AdamW8bit", "torchao.AdamW8bit", "Lion", "torchao.AdamW4bit", "Adafactor"):
+        row = optimizer_row(name)
+        if name == current or (sharded and row.library == "bitsandbytes"):
+            continue
+        other = replace(training, optimizer=name, fused=False)
+        yield f"optimizer={name!r}", "accuracy", model, other, row.caveat

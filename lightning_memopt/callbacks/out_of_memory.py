@@ -1,0 +1,311 @@
+"""
+What to know when a step ran out of memory
+==========================================
+
+The error says how many bytes one operation asked for, not who holds the others. What is still knowable afterwards:
+
+* the phase and the module, from the frames of the traceback;
+* parameters, gradients, buffers, optimizer state and the batch, from the objects that own them, to the byte;
+* activations, which autograd holds out of Python's sight: the same step runs once more on fake tensors, which need no
+  memory, and says how large the whole step would have been and which modules hold most of it, within a time limit;
+* from the same estimate, with the repeated blocks checkpointed, and with the activations scaled to smaller batches:
+  what would have fitted.
+
+Nothing in here may hide the error: whatever goes wrong is a line of the report.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.measuring.allocation_events import own_storages
+from lightning_memopt.measuring.attribution import held_tensors
+
+if TYPE_CHECKING:
+    from lightning_memopt.measuring.consumers import MemoryEstimate
+
+__all__ = ["report_out_of_memory"]
+
+_TIME_LIMIT_S = 1.6  # of the estimates; what they do not finish is left out
+_MIB = 2**20
+_HOLDERS = 10
+_BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the error came from."""
+
+    phase: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"in the {self.phase}" + (f", in `{self.module}`" if self.module else "")
+
+
+def report_out_of_memory(trainer: Trainer, module: LightningModule, error: BaseException, batch: Any) -> Path | None:
+    """Write what is known of a step that ran out of memory, and warn with the gist of it.
+
+    Args:
+        trainer: whose optimizers, precision and loggers count.
+        module: that was trained.
+        error: as it was caught, with its traceback.
+        batch: of the step.
+
+    Returns:
+        The file, None if none could be written.
+    """
+    deadline = time.perf_counter() + _TIME_LIMIT_S
+    try:
+        place = _place(module, error)
+        held = _held(module, trainer.optimizers, batch)
+        device = trainer.strategy.root_device
+        limit = _limit(device)
+        estimate, why_not = _estimated(trainer, module, batch, deadline)
+        advice = _advice(trainer, module, batch, estimate, limit, deadline)
+        lines = [*_facts(error, place, held, device, limit), *_step(estimate, why_not), *_advised(advice)]
+        path = _written(trainer, "\n".join(lines) + "\n")
+        snapshot = _snapshot(device, path)
+        gist = f"out of memory {place}."
+        if advice:
+            gist += f" {advice[0]}"
+        told = f" Report: {path}." if path is not None else ""
+        told += f" Allocator snapshot: {snapshot}." if snapshot is not None else ""
+        warnings.warn(f"MemoryMonitor: {gist}{told}", RuntimeWarning, stacklevel=2)
+        return path
+    except Exception:  # the error of the step is the one to be seen
+        warnings.warn(
+            f"MemoryMonitor could not report on the memory of the step: {traceback.format_exc(limit=3)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts
+
+
+def _place(model: nn.Module, error: BaseException) -> _Place:
+    """The phase and the innermost module, by the functions that ran."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    phase, path = "forward", ""
+    for frame in _frames(error):
+        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if isinstance(owner, Optimizer) and name not in ("zero_grad",):
+            phase, path = "optimizer step", ""
+        elif frame.f_code.co_filename.endswith(_BACKWARD_FILES):
+            phase, path = "backward", ""
+        elif owner is model and name == "training_step":
+            phase, path = "forward", ""
+        elif paths.get(id(owner)):
+            path = paths[id(owner)]
+            phase = "backward (recomputing)" if phase == "backward" else phase
+    return _Place(phase, path)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame
+        step = step.tb_next
+
+
+def _held(model: nn.Module, optimizers: list[Optimizer], batch: Any) -> dict[str, int]:
+    """Bytes of what objects own, each storage once."""
+    parameters = [*model.parameters()]
+    owned: dict[str, list[Any]] = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer_state": [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))],
+        "buffers": [tensor for _, tensor in held_tensors(model)],
+        "inputs": tree_leaves(batch),
+    }
+    seen: set[int] = set()
+    sizes = {}
+    for consumer, tensors in owned.items():
+        sizes[consumer] = 0
+        for storage in (s for tensor in tensors if isinstance(tensor, Tensor) for s in own_storages(tensor)):
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                sizes[consumer] += storage.nbytes()
+    return sizes
+
+
+def _limit(device: torch.device) -> int | None:
+    """Bytes that this process may hold on ``device``: what it holds and what is free."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+def _facts(
+    error: BaseException, place: _Place, held: Mapping[str, int], device: torch.device, limit: int | None
+) -> Iterator[str]:
+    yield f"Out of memory {place}"
+    yield f"  {str(error).strip()}"
+    yield ""
+    yield "Alive when the error was caught [MiB]"
+    for consumer, size in sorted(held.items(), key=lambda item: -item[1]):
+        yield f"  {consumer.replace('_', ' '):<20} {size / _MIB:>12.3f}"
+    if device.type == "cuda":
+        rest = torch.cuda.memory_allocated(device) - sum(held.values())
+        yield f"  {'activations and rest':<20} {rest / _MIB:>12.3f}"
+    if limit is not None:
+        yield f"  {'available at most':<20} {limit / _MIB:>12.3f}"
+    yield ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Estimates
+
+
+def _estimated(
+    trainer: Trainer, model: LightningModule, batch: Any, deadline: float, treat: Any = None
+) -> tuple[MemoryEstimate | None, str]:
+    """The whole step on fake tensors; or why there is no estimate."""
+    from lightning_memopt.accounting import estimate_memory
+
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        return None, "there was no time left"
+    try:
+        estimate = estimate_memory(
+            model,
+            batch,
+            precision=trainer.precision,
+            optimizer=trainer.optimizers,
+            device=trainer.strategy.root_device,
+            treat=treat,
+            time_limit_s=left,
+        )
+    except Exception as error:  # the step may need a Trainer, or values
+        return None, f"{type(error).__name__}: {error}"
+    return estimate, ""
+
+
+def _step(estimate: MemoryEstimate | None, why_not: str) -> Iterator[str]:
+    if estimate is None:
+        yield f"The whole step could not be estimated on fake tensors: {why_not}"
+        yield ""
+        return
+    yield f"The whole step would take, by estimate, at its peak in the {estimate.peak_phase} [MiB]"
+    for consumer, size in sorted(estimate.peak.consumers().items(), key=lambda item: -item[1]):
+        if size:
+            yield f"  {consumer.replace('_', ' '):<20} {size / _MIB:>12.3f}"
+    yield f"  {'total':<20} {estimate.peak_bytes / _MIB:>12.3f}"
+    yield ""
+    yield "Modules that hold most activations there [MiB]"
+    holders = sorted(estimate.peak.activations_by_module.items(), key=lambda item: -item[1])
+    for path, size in holders[:_HOLDERS]:
+        yield f"  {path or '(outside of modules)':<40} {size / _MIB:>12.3f}"
+    yield ""
+
+
+def _advice(
+    trainer: Trainer,
+    model: LightningModule,
+    batch: Any,
+    estimate: MemoryEstimate | None,
+    limit: int | None,
+    deadline: float,
+) -> list[str]:
+    """What would need less, the cheapest first."""
+    if estimate is None:
+        return []
+    advice = []
+    treated, _ = _estimated(trainer, model, batch, deadline, _checkpoint_blocks)
+    if treated is not None and treated.peak_bytes < estimate.peak_bytes:
+        fits = _fits(treated.peak_bytes, limit)
+        advice.append(
+            f"`MemoryOptimization(level=1)` would lower the peak from {estimate.peak_bytes / _MIB:.1f} to "
+            f"{treated.peak_bytes / _MIB:.1f} MiB by estimate{fits}, for one more forward of the blocks."
+        )
+        if limit is not None and treated.peak_bytes < limit < estimate.peak_bytes:
+            share = f"{limit * 95 // 100 // _MIB} MiB"
+            advice.append(f'`MemoryOptimization(memory_budget="{share}")` finds the fastest way to fit.')
+    samples = _samples(batch)
+    by_batch = estimate.peak.activations + estimate.peak.inputs
+    if samples > 1 and by_batch:
+        fitting = samples // 2
+        if limit is not None:
+            fitting = min(fitting, int(samples * max(0, limit - estimate.peak_bytes + by_batch) // by_batch))
+        if fitting >= 1:
+            peak = estimate.peak_bytes - by_batch + by_batch * fitting // samples
+            advice.append(
+                f"A batch of {fitting} instead of {samples} samples would take about {peak / _MIB:.1f} MiB"
+                f"{_fits(peak, limit)}; `accumulate_grad_batches={-(-samples // fitting)}` keeps the effective batch."
+            )
+    return advice
+
+
+def _advised(advice: list[str]) -> Iterator[str]:
+    if advice:
+        yield "What would need less, the cheapest first"
+        yield from (f"  {line}" for line in advice)
+
+
+def _fits(peak: int, limit: int | None) -> str:
+    if limit is None:
+        return ""
+    return ", which fits" if peak <= limit else ", which does not fit by itself"
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    from lightning_memopt.checkpointing import checkpoint_module
+    from lightning_memopt.planning.regions import find_targets
+
+    for region in find_targets(model).regions:
+        checkpoint_module(region.module)
+
+
+def _samples(batch: Any) -> int:
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return sizes[0] if sizes else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _written(trainer: Trainer, text: str) -> Path | None:
+    path = _folder(trainer) / f"out_of_memory_step{trainer.global_step}_rank{trainer.global_rank}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        warnings.warn(f"MemoryMonitor could not write {path} ({error}):\n{text}", RuntimeWarning, stacklevel=3)
+        return None
+    return path
+
+
+def _folder(trainer: Trainer) -> Path:
+    """Beside the logs. Not ``trainer.log_dir``, which waits for the other ranks."""
+    for logger in trainer.loggers:
+        folder = getattr(logger, "log_dir", None) or logger.save_dir
+        if folder:
+            return Path(folder)
+    return Path(trainer.default_root_dir)
+
+
+def _snapshot(device: torch.device, report: Path | None) -> Path | None:
+    """The allocator's history, where somebody had it recorded."""
+    if device.type != "cuda" or report is None or not torch._C._cuda_isHistoryEnabled():
+        return None
+    path = report.with_suffix(".pickle")
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path

@@ -1,0 +1,423 @@
+"""
+The largest batch within a budget
+=================================
+
+How large a batch may be depends on the plan, and the best plan on the batch. So two small batches are observed, and
+between and beyond them every number of bytes is taken to be affine in the batch size: weights stay, activations grow.
+That gives the costs of a step at any size, from these the smallest peak that any plan has there, and by bisection the
+largest size at which it is within the budget. This size is then observed itself: peaks are the larger of what grows and
+what does not, so they bend, and a few sizes may have to be observed until the one that was predicted fits. Then its
+fastest plan is measured. Should the step take more than predicted, or less, the model of memory is corrected and asked
+again; three measured steps at most. What is taken was measured within the budget.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memopt.measuring import measuring_repeatedly
+from lightning_memopt.measuring.amounts import format_bytes
+from lightning_memopt.planning.agree import Ranks
+from lightning_memopt.planning.apply import all_or_nothing, apply_checked, remove_plan
+from lightning_memopt.planning.by_budget import ModelSteps, Seen
+from lightning_memopt.planning.costs import ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.planning.model_state import unchanged
+from lightning_memopt.planning.optimize import verify
+from lightning_memopt.planning.regions import TargetClasses
+from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
+from lightning_memopt.planning.simulate import Correction
+from lightning_memopt.planning.solve import Solution, solve
+from lightning_memopt.planning.trial import Profile, largest_peak
+from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, MemoryBudgetError, choices_of, refusal
+
+SizedForward = Callable[[nn.Module, int], object]
+"""Runs one training forward of a model on a batch of so many samples and returns a loss or an output."""
+
+LARGEST = 8192
+"""No larger batch is looked for unless asked, as in Lightning's own search."""
+START = 8
+"""The smaller of the two batches that are observed first, unless another one is asked for."""
+
+
+def find_batch_size(
+    model: nn.Module,
+    example_forward: SizedForward,
+    memory_budget: int | str,
+    *,
+    targets: TargetClasses | None = None,
+    compress: bool = True,
+    can_chunk: CanChunk | None = None,
+    process_group: Any = None,
+    progress: Progress | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    reserved_bytes: int = 0,
+    start: int = START,
+    largest: int = LARGEST,
+) -> int:
+    """Find the largest batch whose training step fits into a budget, and treat ``model`` with the best plan for it.
+
+    The model is changed in place as by ``optimize_memory(model, memory_budget=...)``: regions are treated, all else is
+    as before, and whatever goes wrong on the way leaves the model as it was. ``applied_plan(model)`` is the plan; its
+    ``batch_size`` is what is returned.
+
+    Args:
+        model: the model to train; not yet wrapped by DDP or FSDP.
+        example_forward: called as ``example_forward(model, batch_size)``. Runs one training forward on a batch of that
+            many samples, like the real ones in shape, dtype and device, and returns a loss or an output. The batch may
+            have its samples along any dimension. It should make its batch in the call: one that is kept counts as
+            memory of every later step.
+        memory_budget: bytes that a training step may take: an int, ``"12GiB"``, or ``"80%"`` of the device's memory.
+        targets: class or classes of the modules to be regions. None: the model's repeated blocks.
+        compress: store spikes, masks and small integers in few bits.
+        can_chunk: whether a region may be run piece by piece along its first dimension. None: every one that gives the
+            same outputs, gradients and states in pieces.
+        process_group: ranks that train together, all of which call this function. They get the same batch size (each
+            rank's own, as for a data loader), one that fits on all of them. None: all ranks.
+        progress: called as ``progress(phase, done, total)``.
+        optimizer: the optimizers of the training. Their state counts, and so does what their step takes.
+        reserved_bytes: bytes of ``memory_budget`` to leave free for what a step of the model does not show.
+        start: size of the first batch that is observed; the second one has twice as many samples. Smaller ones are
+            taken where these do not fit into memory.
+        largest: no batch larger than this is looked for.
+
+    Returns:
+        The largest batch size within the budget, as measured, up to ``largest``. A larger one may fit, too, where the
+        bytes of a step are not affine in the batch size, or where three measured steps did not suffice.
+
+    Raises:
+        MemoryBudgetError: not even a batch of one sample fits with any plan.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a wrong value, or ``example_forward`` returned nothing with a gradient.
+        RuntimeError: another rank failed or holds other arguments.
+
+    Example:
+        >>> import torch
+        >>> from lightning_memopt.planning import applied_plan
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)))
+        >>> def example_forward(model, batch_size):
+        ...     return model(torch.rand(5, batch_size, 8))
+        >>> budget = "8 GiB"
+        >>> find_batch_size(model, example_forward, budget, largest=20)
+        20
+        >>> applied_plan(model).batch_size
+        20
+    """
+    if not callable(example_forward):
+        raise TypeError(
+            "example_forward must be a function of the model and a batch size, such as lambda model, batch_size: "
+            f"model(make_batch(batch_size)); found {type(example_forward).__name__}."
+        )
+
+    def forward_of(batch_size: int) -> ExampleForward:
+        return lambda model: example_forward(model, batch_size)
+
+    request = Request(
+        targets=targets,
+        compress=compress,
+        can_chunk=can_chunk,
+        progress=progress,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        reserved_bytes=reserved_bytes,
+    )
+    return treat_for_largest_batch(model, request, forward_of, process_group, start=start, largest=largest)
+
+
+def treat_for_largest_batch(
+    model: nn.Module,
+    request: Request,
+    forward_of: Callable[[int], ExampleForward],
+    process_group: Any,
+    *,
+    start: int,
+    largest: int,
+) -> int:
+    """As :func:`find_batch_size`, from forwards that may hold their batch.
+
+    Args:
+        model: the model to train.
+        request: with a budget of bytes and no ``example_forward``.
+        forward_of: for a batch size, a forward as :func:`optimize_memory` takes it, good until another size is asked
+            for.
+        process_group: as there; so are ``start`` and ``largest``.
+        start: size of the first batch.
+        largest: no larger batch is looked for.
+    """
+    for name, size in (("start", start), ("largest", largest)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, a number of samples; found {size!r}.")
+        if size < 1:
+            raise ValueError(f"{name} must be 1 or more, a number of samples; found {size}.")
+    if request.memory_budget is None:
+        raise ValueError("find_batch_size needs memory_budget, the bytes that a training step may take; found None.")
+    request = replace(request, example_forward=_of_no_size)
+    ranks = Ranks(process_group, device_of(model))
+    ranks.together("checking the arguments", lambda: check(model, request))
+    ranks.same("comparing the arguments", request.described())
+    # A rank with less data, or a smaller batch now, sets the limit for all.
+    sizes = ranks.together("comparing batch sizes", lambda: (start, largest))
+    start, largest = min(size for size, _ in sizes), min(size for _, size in sizes)
+    started = time.perf_counter()
+    with all_or_nothing(model), ranks.telling():
+        remove_plan(model)
+        with measuring_repeatedly(device_of(model)), unchanged(model) as state:
+            steps = ModelSteps(model, request, state, ranks)
+            found = _Search(steps, forward_of, ranks, largest).run(min(start, largest))
+            plan = steps.plan(found.seen, found.best, found.profiles, started, batch_size=found.size)
+        ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
+        verify(model, plan, ranks)
+    return found.size
+
+
+def _of_no_size(model: nn.Module) -> object:
+    """Stands in a request for the forwards of all sizes."""
+    raise NotImplementedError("The forward depends on the batch size.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The search
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A batch size whose best plan was measured within the budget."""
+
+    size: int
+    seen: Seen
+    best: MeasuredPlan
+    profiles: list[Profile]
+
+
+class _Search:
+    """What is known of the sizes that were tried, the same on all ranks."""
+
+    def __init__(
+        self, steps: ModelSteps, forward_of: Callable[[int], ExampleForward], ranks: Ranks, largest: int
+    ) -> None:
+        self._steps = steps
+        self._forward_of = forward_of
+        self._ranks = ranks
+        self._seen: dict[int, Seen] = {}
+        self._too_large = largest + 1
+        self._correction = Correction()
+
+    def run(self, start: int) -> _Found:
+        """The largest size that is measured within the budget.
+
+        Raises:
+            MemoryBudgetError: there is none.
+        """
+        size = self._observe_small(start)
+        found: _Found | None = None
+        tried: list[MeasuredPlan] = []
+        for _ in range(MOST_STEPS):
+            fitting = self._largest_that_should_fit(size, found)
+            if fitting is None:
+                break
+            size, seen, solution = fitting
+            forward = self._forward(size)
+            profiles = self._steps.measure(forward, seen.step, choices_of(seen.step.costs, solution.assignment))
+            best = MeasuredPlan(solution, largest_peak(profiles))
+            tried.append(best)
+            if best.within(seen.allowed_bytes):
+                found = _Found(size, seen, best, profiles)
+            self._correction = best.correction(seen.allowed_bytes)
+        if found is None:
+            raise self._refusal(size, tried)
+        return found
+
+    def _forward(self, size: int) -> ExampleForward:
+        return self._ranks.attempt("making a batch", lambda: self._forward_of(size))
+
+    def _observe(self, size: int) -> Seen | None:
+        """The costs at a batch size; None if memory ran out on one of the ranks."""
+        if size not in self._seen:
+            seen = self._steps.observe_if_possible(self._forward(size))
+            if seen is None:
+                return None
+            self._seen[size] = seen
+        return self._seen[size]
+
+    def _observe_small(self, start: int) -> int:
+        """Two small sizes, from which all others are predicted; one if there is but one. Returns the larger one."""
+        size = start
+        while self._observe(size) is None:
+            self._too_large = size
+            if size == 1:
+                raise self._nothing_fits()
+            size //= 2
+        if 2 * size < self._too_large and self._observe(2 * size) is None:
+            self._too_large = 2 * size
+        if len(self._seen) == 1 and size > 1:
+            self._observe(size // 2)
+        return max(self._seen)
+
+    def _largest_that_should_fit(self, near: int, found: _Found | None) -> tuple[int, Seen, Solution] | None:
+        """The largest size that fits as it was observed itself, with its fastest plan; None if none is larger than
+        what was found.
+
+        Raises:
+            MemoryBudgetError: not even one sample fits.
+        """
+        least = 0 if found is None else found.size
+        while True:
+            size = self._largest_predicted(near, least)
+            if size <= least and found is not None:
+                return None
+            near = max(size, 1)
+            seen = self._observe(near)
+            if seen is not None:
+                solution = solve(seen.step.costs, seen.allowed_bytes, self._correction)
+                if solution.fits:
+                    return near, seen, solution
+            if near == 1:
+                raise self._nothing_fits()
+            self._too_large = near
+
+    def _largest_predicted(self, near: int, least: int) -> int:
+        """The largest size above ``least`` that is predicted to fit, from what was observed nearest to ``near``."""
+        by_distance = sorted(self._seen, key=lambda size: abs(math.log(size / near)))
+        small, large = sorted(by_distance[:2])[0], sorted(by_distance[:2])[-1]
+        steps = {size: self._seen[size].step.costs for size in (small, large)}
+        allowed = self._seen[large].allowed_bytes
+
+        def exceeds(size: int) -> bool:
+            costs = self._seen[size].step.costs if size in self._seen else costs_at(size, steps)
+            return solve(costs, allowed, self._correction).simulated.peak_bytes > allowed
+
+        sizes = range(least + 1, self._too_large)
+        return least + bisect.bisect_left(sizes, True, key=exceeds)
+
+    def _nothing_fits(self) -> MemoryBudgetError:
+        if 1 not in self._seen:
+            return MemoryBudgetError(
+                "Memory ran out while a batch of one sample was observed: the device has less than any plan needs.", 0
+            )
+        seen = self._seen[1]
+        costs, budget, reserved = seen.step.costs, seen.budget_bytes, seen.reserved_bytes
+        return refusal(costs, budget, reserved, [], self._correction, smallest_batch=True)
+
+    def _refusal(self, size: int, tried: Sequence[MeasuredPlan]) -> MemoryBudgetError:
+        seen = self._seen[size]
+        peaks = [step.peak_bytes for step in tried if step.peak_bytes is not None]
+        least = min(peaks, default=seen.allowed_bytes) + seen.reserved_bytes
+        return MemoryBudgetError(
+            f"No batch was found within {format_bytes(seen.budget_bytes)}: {len(tried)} measured steps took more than "
+            f"was predicted of them, the last one with a batch of {size}. Allow {format_bytes(least)}, or choose a "
+            "smaller batch and plan for it: optimize_memory(memory_budget=...).",
+            least,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Costs at other sizes
+
+
+def costs_at(size: int, steps: Mapping[int, StepCosts]) -> StepCosts:
+    """The costs of a step at a batch size, every number of bytes on a line through those of two other sizes.
+
+    Regions are matched by path and order of their calls, choices by what they are, storages by order. What is in the
+    step of the larger size only grows in proportion to the batch. Times and operations are those of the larger size.
+
+    Args:
+        size: of the batch.
+        steps: by batch size, two observed steps; or one, all of which then grows in proportion.
+
+    Example:
+        >>> from lightning_memopt.planning.costs import Choice
+        >>> def step(held):
+        ...     keep = ChoiceCost(Choice(), {0: held}, held, held, 0.0)
+        ...     return StepCosts(1000, (RegionCosts("block", (keep,), {}, 0, 70),), ({}, {}), 0, 0, 0, 1.0, 0, "ms")
+        >>> predicted = costs_at(10, {2: step(200), 4: step(400)})
+        >>> predicted.base_bytes, predicted.regions[0].choices[0].holds, predicted.regions[0].gradient_bytes
+        (1000, {0: 1000}, 70)
+    """
+    small, large = min(steps), max(steps)
+    return _Lines(small, large, size).step(steps[small] if small != large else None, steps[large])
+
+
+_Costs = TypeVar("_Costs", StepCosts, RegionCosts, ChoiceCost)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Lines through the bytes at two batch sizes, evaluated at a third."""
+
+    small: int
+    large: int
+    at: int
+
+    def bytes(self, small: int | None, large: int) -> int:
+        """What is ``small`` and ``large`` at these sizes; None if nobody knows how small."""
+        if small is None:
+            return -(-large * self.at // self.large)
+        slope = max(0, large - small)  # nothing shrinks with the batch
+        return max(0, large + -(-slope * (self.at - self.large) // (self.large - self.small)))
+
+    def entry(self, small: _Costs | None, large: _Costs, name: str) -> int:
+        """A number of bytes by the name of its entry."""
+        return self.bytes(None if small is None else getattr(small, name), getattr(large, name))
+
+    def storages(self, small: Mapping[int, int] | None, large: Mapping[int, int]) -> dict[int, int]:
+        """The same storages as in ``large``; they are numbered in the order in which they were made."""
+        before = [small[storage] for storage in sorted(small)] if small is not None else []
+        known = before if len(before) == len(large) else [None] * len(large)
+        return {storage: self.bytes(was, large[storage]) for was, storage in zip(known, sorted(large), strict=True)}
+
+    def step(self, small: StepCosts | None, large: StepCosts) -> StepCosts:
+        """All numbers of a step."""
+        outside = small.outside if small is not None and len(small.outside) == len(large.outside) else None
+        return replace(
+            large,
+            base_bytes=self.entry(small, large, "base_bytes"),
+            regions=self.regions(() if small is None else small.regions, large.regions),
+            outside=tuple(
+                self.storages(None if outside is None else outside[at], named) for at, named in enumerate(large.outside)
+            ),
+            end_peak_bytes=self.entry(small, large, "end_peak_bytes"),
+            outside_gradient_bytes=self.entry(small, large, "outside_gradient_bytes"),
+            optimizer_peak_bytes=self.entry(small, large, "optimizer_peak_bytes"),
+        )
+
+    def regions(self, small: Sequence[RegionCosts], large: Sequence[RegionCosts]) -> tuple[RegionCosts, ...]:
+        """Regions of one level."""
+        calls: dict[str, list[RegionCosts]] = {}
+        for region in reversed(small):
+            calls.setdefault(region.path, []).append(region)
+        return tuple(self.region(calls[r.path].pop() if calls.get(r.path) else None, r) for r in large)
+
+    def region(self, small: RegionCosts | None, large: RegionCosts) -> RegionCosts:
+        """One region and those inside it."""
+        choices = {} if small is None else {cost.choice: cost for cost in small.choices if not cost.refused}
+        return replace(
+            large,
+            choices=tuple(self.choice(choices.get(cost.choice), cost) for cost in large.choices),
+            in_flight=self.storages(None if small is None else small.in_flight, large.in_flight),
+            in_flight_gradient_bytes=self.entry(small, large, "in_flight_gradient_bytes"),
+            gradient_bytes=self.entry(small, large, "gradient_bytes"),
+            children=self.regions(() if small is None else small.children, large.children),
+            glue=None if large.glue is None else self.storages(None if small is None else small.glue, large.glue),
+        )
+
+    def choice(self, small: ChoiceCost | None, large: ChoiceCost) -> ChoiceCost:
+        """One way to treat a region."""
+        if large.refused:
+            return replace(large, holds={})  # a storage is as large as the largest that anybody names
+        return replace(
+            large,
+            holds=self.storages(None if small is None else small.holds, large.holds),
+            forward_peak_bytes=self.bytes(
+                None if small is None else small.forward_peak_bytes, large.forward_peak_bytes
+            ),
+            backward_peak_bytes=self.bytes(
+                None if small is None else small.backward_peak_bytes, large.backward_peak_bytes
+            ),
+        )

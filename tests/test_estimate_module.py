@@ -1,0 +1,257 @@
+"""What a step of a module takes, estimated without memory, is what it takes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_memopt import checkpoint_module, measure_memory
+from lightning_memopt.accounting.estimate_module import estimate_module
+from lightning_memopt.measuring.consumers import MemoryBreakdown
+
+CPU = torch.device("cpu")
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(128, width)
+        layers = (nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(depth))
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self._block(3), self._block(32), self._block(32))
+        self.head = nn.Linear(32 * 16, 128)
+
+    @staticmethod
+    def _block(inputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(images).flatten(1))
+
+
+def transformer() -> tuple[nn.Module, Tensor, Tensor]:
+    return Transformer(), torch.randint(128, (32, 64)), torch.randint(128, (32, 64))
+
+
+def convolutions() -> tuple[nn.Module, Tensor, Tensor]:
+    return Convolutions(), torch.rand(32, 3, 32, 32), torch.randint(128, (32,))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    scores = model(batch[0])
+    return nn.functional.cross_entropy(scores.flatten(0, -2).float(), batch[1].flatten())
+
+
+def measured(model: nn.Module, batch: Any, make: Optimizers, precision: str) -> MemoryBreakdown:
+    if precision == "bf16-true":
+        model = copy.deepcopy(model).bfloat16()
+        batch = tuple(tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in batch)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            value = loss(model, batch)
+        optimizer.zero_grad()
+        value.backward()
+        del value
+        optimizer.step()
+
+    step()
+    report = measure_memory(step, device=CPU, model=model, batch=batch)
+    assert report.breakdown is not None
+    return report.breakdown.peak
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, sgd, torch.optim.Adafactor])
+@pytest.mark.parametrize("family", [transformer, convolutions])
+def test_the_estimate_is_what_the_step_takes(family: Any, make: Optimizers) -> None:
+    model, *batch = family()
+    estimate = estimate_module(model, batch, optimizer=make, loss=loss, device="cpu").peak
+    real = measured(model, batch, make, "32-true")
+    own = real.total_bytes - real.other
+    assert estimate.total_bytes == pytest.approx(own, rel=0.01)
+    assert (estimate.parameters, estimate.buffers) == (real.parameters, real.buffers)
+    assert (estimate.optimizer_state, estimate.inputs) == (real.optimizer_state, real.inputs)
+
+
+@pytest.mark.parametrize("treatment", ["recompute", "recompute_cheap"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_so_it_is_in_other_precisions_and_with_checkpointing(precision: str, treatment: Any) -> None:
+    model, *batch = transformer()
+    for block in model.blocks:  # type: ignore[union-attr]
+        checkpoint_module(block, treatment=treatment)
+    estimate = estimate_module(
+        model, batch, precision=precision, optimizer=torch.optim.AdamW, loss=loss, device="cpu"
+    ).peak
+    real = measured(model, batch, torch.optim.AdamW, precision)
+    # Products of the CPU in 16 bits take scratch buffers of about a MiB, which a model of this size shows.
+    scratch = 0 if precision == "32-true" else 1.5 * 2**20
+    assert estimate.total_bytes == pytest.approx(real.total_bytes - real.other, rel=0.01, abs=scratch)
+
+
+class Lit(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        value = loss(self.model, batch)
+        self.log("loss", value)
+        return {"loss": value}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_a_lightning_module_brings_its_step_and_its_optimizers_and_is_left_as_it_was() -> None:
+    module = Lit()
+    _, *batch = transformer()
+    before = copy.deepcopy(module.state_dict())
+    attributes = set(vars(module))
+    estimate = estimate_module(module, tuple(batch), device="cpu")
+    plain = estimate_module(module.model, batch, optimizer=torch.optim.AdamW, loss=loss, device="cpu")
+    assert estimate.peak.optimizer_state == plain.peak.optimizer_state > 0
+    assert estimate.peak_bytes == pytest.approx(plain.peak_bytes, rel=1e-3)
+    assert "model.blocks.0.norm1" in estimate.at("forward end").activations_by_module
+    assert set(vars(module)) == attributes
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_nothing_is_allocated_and_a_model_that_fits_nowhere_is_estimated() -> None:
+    with torch.device("meta"):
+        model = Transformer(width=1 << 14, depth=4)  # 24 GiB of weights
+        tokens = torch.zeros(2, 64, dtype=torch.long)
+    found: list[Any] = []
+    report = measure_memory(
+        lambda: found.append(
+            estimate_module(model, (tokens, tokens), optimizer=torch.optim.AdamW, loss=loss, device="cpu")
+        ),
+        device=CPU,
+    )
+    assert report.peak_bytes - report.start_bytes < 1 << 20
+    assert found[0].peak.parameters == sum(p.nbytes for p in model.parameters()) > 24 << 30
+    assert found[0].peak.optimizer_state >= 2 * found[0].peak.parameters
+
+
+def test_a_function_that_makes_the_module_runs_without_memory_as_well() -> None:
+    _, *batch = transformer()
+    made = estimate_module(Transformer, batch, loss=loss, device="cpu")
+    given = estimate_module(Transformer(), batch, loss=loss, device="cpu")
+    assert made.peak_bytes == given.peak_bytes
+
+
+def test_an_optimizer_of_the_module_counts_with_its_settings_and_is_not_stepped() -> None:
+    model, *batch = transformer()
+    optimizer = torch.optim.Adam([{"params": [*model.parameters()][:3]}], amsgrad=True)
+    estimate = estimate_module(model, batch, optimizer=optimizer, loss=loss, device="cpu")
+    held = sum(parameter.nbytes for parameter in optimizer.param_groups[0]["params"])
+    assert estimate.peak.optimizer_state == 3 * held + 3 * 4  # amsgrad keeps a third moment; each counts its steps
+    assert not optimizer.state
+
+
+def test_gradients_of_the_step_before_are_alive_in_the_forward_pass_as_in_lightning() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    step = estimate_module(model, torch.rand(64, 64), optimizer=torch.optim.AdamW, device="cpu")
+    assert step.peak_phase == "forward"
+    assert step.peak.gradients == step.peak.parameters
+
+
+def test_on_cuda_that_is_not_there_dropout_keeps_a_mask_of_bytes() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device, whose own kernels are asked")
+    model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), torch.rand(256, 64)
+    masks = {
+        device: estimate_module(model, data, device=device).at("forward end").activations_by_module.get("1")
+        for device in ("cpu", "cuda")
+    }
+    assert masks == {"cpu": 256 * 64 * 4, "cuda": 256 * 64}
+
+
+def test_the_copy_may_be_treated_before_it_is_estimated() -> None:
+    model, *batch = transformer()
+
+    def treat(copied: Any) -> None:
+        for block in copied.blocks:
+            checkpoint_module(block)
+
+    plain = estimate_module(model, batch, loss=loss, device="cpu")
+    treated = estimate_module(model, batch, loss=loss, device="cpu", treat=treat)
+    assert treated.peak.activations < plain.peak.activations / 2
+    assert "recompute" not in repr(type(model.blocks[0]).__mro__)  # type: ignore[index]
+
+
+def test_it_gives_up_when_its_time_is_over() -> None:
+    model, *batch = transformer()
+    with pytest.raises(TimeoutError, match=r"not done after 0\.0 s"):
+        estimate_module(model, batch, loss=loss, device="cpu", time_limit_s=0.001)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "arguments", "error", "message"),
+    [
+        (nn.Linear(2, 2), None, {}, ValueError, "needs an example: one batch of tensors"),
+        (nn.Linear(2, 2), torch.zeros(1, 2), {"precision": "8-bit"}, ValueError, "accepted are '64-true', '32-true'"),
+        (nn.Linear(2, 2), torch.zeros(1, 2), {"optimizer": 3}, TypeError, "a list of them, or a function"),
+        (nn.Linear(2, 2), torch.zeros(1, 2), {"optimizer": sgd([nn.Parameter(torch.zeros(3))])}, ValueError, r"\(3,\)"),
+        (nn.Identity(), torch.zeros(1, 2), {}, ValueError, "where a loss to differentiate was expected"),
+        (nn.LazyLinear(2), torch.zeros(1, 2), {}, ValueError, "lazy parameters"),
+        ("gpt", torch.zeros(1, 2), {}, TypeError, "takes a torch.nn.Module or a function that makes one; got 'gpt'"),
+        (lambda: 3, torch.zeros(1, 2), {}, TypeError, "returned 3"),
+        (Manual(), (torch.zeros(1, 2),), {}, ValueError, "optimizes manually"),
+    ],
+)
+def test_bad_input_is_answered_with_what_is_accepted(
+    module: Any, example: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        estimate_module(module, example, device="cpu", **arguments)
+
+
+def test_the_documented_estimate_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "memory_monitor.md"
+    section = page.read_text().split("## A step that is too large to run")[1].split("\n## ")[0]
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    exec(compile(snippet, str(page), "exec"), {"torch": torch})
+    # Two bytes of parameters, of gradients, and twice of moments.
+    assert 8 * 68.7e9 <= int(capsys.readouterr().out.split()[0]) * 2**30 < 9 * 68.7e9
+
+
+def test_a_step_that_reads_values_is_refused_with_what_to_do() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.sum().item()
+
+    with pytest.raises(ValueError, match=r"reads a value of a tensor .* measure_memory"):
+        estimate_module(Reading(), torch.zeros(3, requires_grad=True), device="cpu")
