@@ -69,11 +69,11 @@ from training_steps import (
 from lightning_memopt import optimize_memory
 from lightning_memopt.checkpointing import RegionConfig
 from lightning_memopt.measuring import mark_memory, measure_memory
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.region_costs import ObservedStep, observe_step, treatment_arguments
+from lightning_memopt.observing.regions import with_surroundings
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, find_targets, remove_plan, unchanged
 from lightning_memopt.planning.apply import treated_as
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.region_costs import ObservedStep, observe_step, treatment_arguments
-from lightning_memopt.planning.regions import with_surroundings
 from lightning_memopt.planning.solve import pick, solve, trade_off
 from lightning_memopt.planning.within_budget import choices_of
 

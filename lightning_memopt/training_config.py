@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memopt.planning.no_memory import fake_like
+from lightning_memopt.observing.no_memory import fake_like
 
 __all__ = ["UnreadableConfigError", "class_at", "fit_quietly", "read_training"]
 

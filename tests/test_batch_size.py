@@ -20,15 +20,15 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memopt import MemoryOptimization
 from lightning_memopt.checkpointing import is_checkpointed
 from lightning_memopt.measuring import measure_memory
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.region_costs import ObservedStep, observe_step
+from lightning_memopt.observing.trial import Profile
 from lightning_memopt.planning import MemoryBudgetError, applied_plan, find_batch_size, find_targets, optimize_memory
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.batch_size import _Search, costs_at
 from lightning_memopt.planning.by_budget import Seen
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.model_state import unchanged
-from lightning_memopt.planning.region_costs import ObservedStep, observe_step
 from lightning_memopt.planning.solve import solve
-from lightning_memopt.planning.trial import Profile
 from lightning_memopt.planning.within_budget import MOST_STEPS
 from tests.digits_training import DigitsModule, SpikingConv, digits, make_trainer
 from tests.equality import seed_everything

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.simulate import simulate
 from lightning_memopt.planning.solve import solve
 from tests.benchmark_scripts import benchmark_scripts

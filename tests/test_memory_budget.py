@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_memopt import MemoryOptimization
 from lightning_memopt.checkpointing import is_checkpointed
 from lightning_memopt.measuring import measure_memory, optimizer_bytes
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, optimize_memory
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.within_budget import MOST_STEPS, plan_within
 from tests.digits_training import Recorder, SpikingConv, Transformer, assert_same_training, make_trainer, training_data
 from tests.equality import assert_same_tree, frozen, seed_everything, state_of

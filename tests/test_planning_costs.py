@@ -20,14 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memopt.checkpointing import checkpoint_module, unwrap_module
 from lightning_memopt.measuring import measure_memory, measuring_repeatedly
+from lightning_memopt.observing.costs import Choice, RegionCosts, StepCosts
+from lightning_memopt.observing.gradient_flow import GradientFlow, sequence_number
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.region_costs import ObservedStep, fewest_bits, observe_step, treatment_arguments
+from lightning_memopt.observing.regions import Region
+from lightning_memopt.observing.trial import loss_of
 from lightning_memopt.planning import find_targets
-from lightning_memopt.planning.costs import Choice, RegionCosts, StepCosts
-from lightning_memopt.planning.gradient_flow import GradientFlow, sequence_number
-from lightning_memopt.planning.model_state import unchanged
-from lightning_memopt.planning.region_costs import ObservedStep, fewest_bits, observe_step, treatment_arguments
-from lightning_memopt.planning.regions import Region
 from lightning_memopt.planning.simulate import Assignment, simulate
-from lightning_memopt.planning.trial import loss_of
 from tests.benchmark_scripts import benchmark_scripts
 from tests.planning_models import DeepSpikingBlock, NoisyBlock, Unchanged, spikes, used_noisy_network
 
@@ -354,8 +354,8 @@ _IN_LITTLE_MEMORY = """
 import json, resource, torch
 from torch import nn
 from lightning_memopt.planning import find_targets
-from lightning_memopt.planning.model_state import unchanged
-from lightning_memopt.planning.region_costs import observe_step
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.region_costs import observe_step
 
 class Block(nn.Module):
     def __init__(self):

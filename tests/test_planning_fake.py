@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from lightning_memopt import applied_plan, measure_memory, optimize_memory
+from lightning_memopt.observing.costs import Choice
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.no_memory import computing_nothing
+from lightning_memopt.observing.region_costs import observe_step
+from lightning_memopt.observing.regions import as_region
 from lightning_memopt.ops.value_bounds import Bounds, ValueBounds, bounds_of
 from lightning_memopt.planning import MemoryBudgetError, Plan, split_into_children
-from lightning_memopt.planning.costs import Choice
-from lightning_memopt.planning.model_state import unchanged
-from lightning_memopt.planning.no_memory import computing_nothing
-from lightning_memopt.planning.region_costs import observe_step
-from lightning_memopt.planning.regions import as_region
 from tests.equality import assert_same_tree
 
 Forward = Callable[[nn.Module], Tensor]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.least_peak import least_peak
 from lightning_memopt.planning.simulate import Assignment, simulate
 

@@ -12,8 +12,8 @@ import torch
 from spikingjelly.activation_based import layer, neuron
 from torch import nn
 
+from lightning_memopt.observing.regions import with_surroundings
 from lightning_memopt.planning import find_targets, is_multistep_neuron, is_neuron, split_into_children
-from lightning_memopt.planning.regions import with_surroundings
 from tests.planning_models import DeepSpikingBlock, SpikingBlock
 
 

@@ -267,7 +267,7 @@ def _fits(peak: int, limit: int | None) -> str:
 
 def _checkpoint_blocks(model: nn.Module) -> None:
     from lightning_memopt.checkpointing import checkpoint_module
-    from lightning_memopt.planning.regions import find_targets
+    from lightning_memopt.observing.regions import find_targets
 
     for region in find_targets(model).regions:
         checkpoint_module(region.module)

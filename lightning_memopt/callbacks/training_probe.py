@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_memopt.planning.no_memory import fake_like, mode_of
+from lightning_memopt.observing.no_memory import fake_like, mode_of
 
 ExampleForward = Callable[[nn.Module], Any]
 """Runs a model once as training would and returns what is to be differentiated."""

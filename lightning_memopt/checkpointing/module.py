@@ -359,3 +359,22 @@ def _run_once(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: A
 
 def _label(module: nn.Module, config: RegionConfig) -> str:
     return f"{config.name} ({type(module).__name__})" if config.name else type(module).__name__
+
+
+def set_config(module: nn.Module, config: RegionConfig | None) -> None:
+    """Checkpoint ``module`` as ``config`` says, or not at all for None."""
+    if config is None:
+        unwrap_module(module)
+        return
+    checkpoint_module(
+        module,
+        treatment=config.treatment,
+        compressor=config.compressor,
+        chunks=config.chunks,
+        cheap_chunks=config.cheap_chunks,
+        chunked_args=config.chunked_args,
+        time_dim=config.time_dim,
+        compressed_args=config.compressed_args,
+        check_chunks=config.check_chunks,
+        name=config.name,
+    )

@@ -1,11 +1,7 @@
-"""Observe a step, decide what each region keeps, apply the decision, take it back."""
+"""Decide what each region of a model keeps, apply the decision, take it back."""
 
-from lightning_memopt.planning.apply import applied_plan, apply_plan, remove_plan
-from lightning_memopt.planning.batch_size import find_batch_size
-from lightning_memopt.planning.model_state import unchanged
-from lightning_memopt.planning.optimize import optimize_memory
-from lightning_memopt.planning.plan import Plan, RegionPlan, Trial
-from lightning_memopt.planning.regions import (
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.regions import (
     FoundRegions,
     Region,
     find_targets,
@@ -13,6 +9,10 @@ from lightning_memopt.planning.regions import (
     is_neuron,
     split_into_children,
 )
+from lightning_memopt.planning.apply import applied_plan, apply_plan, remove_plan
+from lightning_memopt.planning.batch_size import find_batch_size
+from lightning_memopt.planning.optimize import optimize_memory
+from lightning_memopt.planning.plan import Plan, RegionPlan, Trial
 from lightning_memopt.planning.within_budget import MemoryBudgetError
 
 __all__ = [

@@ -22,10 +22,10 @@ from torch import nn
 from lightning_memopt.checkpointing import (
     BitSpikeCompressor,
     RegionConfig,
-    checkpoint_module,
     region_config,
     unwrap_module,
 )
+from lightning_memopt.checkpointing.module import set_config
 from lightning_memopt.planning.plan import Plan, RegionPlan
 
 M = TypeVar("M", bound=nn.Module)
@@ -218,25 +218,6 @@ def treated_as(model: nn.Module, layout: Mapping[str, RegionConfig]) -> Iterator
     finally:
         for path in layout:
             set_config(modules[path], None)
-
-
-def set_config(module: nn.Module, config: RegionConfig | None) -> None:
-    """Checkpoint ``module`` as ``config`` says, or not at all for None."""
-    if config is None:
-        unwrap_module(module)
-        return
-    checkpoint_module(
-        module,
-        treatment=config.treatment,
-        compressor=config.compressor,
-        chunks=config.chunks,
-        cheap_chunks=config.cheap_chunks,
-        chunked_args=config.chunked_args,
-        time_dim=config.time_dim,
-        compressed_args=config.compressed_args,
-        check_chunks=config.check_chunks,
-        name=config.name,
-    )
 
 
 @contextmanager

@@ -25,17 +25,17 @@ from torch.optim import Optimizer
 
 from lightning_memopt.measuring import measuring_repeatedly
 from lightning_memopt.measuring.amounts import format_bytes
+from lightning_memopt.observing.costs import ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.regions import TargetClasses
+from lightning_memopt.observing.trial import Profile, largest_peak
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import all_or_nothing, apply_checked, remove_plan
 from lightning_memopt.planning.by_budget import ModelSteps, Seen
-from lightning_memopt.planning.costs import ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.model_state import unchanged
 from lightning_memopt.planning.optimize import verify
-from lightning_memopt.planning.regions import TargetClasses
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
 from lightning_memopt.planning.simulate import Correction
 from lightning_memopt.planning.solve import Solution, solve
-from lightning_memopt.planning.trial import Profile, largest_peak
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, MemoryBudgetError, choices_of, refusal
 
 SizedForward = Callable[[nn.Module, int], object]
@@ -332,7 +332,7 @@ def costs_at(size: int, steps: Mapping[int, StepCosts]) -> StepCosts:
         steps: by batch size, two observed steps; or one, all of which then grows in proportion.
 
     Example:
-        >>> from lightning_memopt.planning.costs import Choice
+        >>> from lightning_memopt.observing.costs import Choice
         >>> def step(held):
         ...     keep = ChoiceCost(Choice(), {0: held}, held, held, 0.0)
         ...     return StepCosts(1000, (RegionCosts("block", (keep,), {}, 0, 70),), ({}, {}), 0, 0, 0, 1.0, 0, "ms")

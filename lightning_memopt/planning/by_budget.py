@@ -18,18 +18,18 @@ from torch import nn
 from lightning_memopt.checkpointing import learn_parameters
 from lightning_memopt.measuring import OptimizerBytes, measuring_repeatedly, optimizer_bytes
 from lightning_memopt.measuring.storage_trace import fake_mode
+from lightning_memopt.observing.costs import Choice, RegionCosts
+from lightning_memopt.observing.model_state import ModelState, unchanged
+from lightning_memopt.observing.observe import tensors_in
+from lightning_memopt.observing.region_costs import CHOICES, ObservedStep, observe_step
+from lightning_memopt.observing.regions import FoundRegions, find_targets, is_multistep_neuron, with_surroundings
+from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import treated_as
 from lightning_memopt.planning.common_costs import step_of_all, without_chunks
-from lightning_memopt.planning.costs import Choice, RegionCosts
 from lightning_memopt.planning.explain import config_of_choice, explained, planned_regions
-from lightning_memopt.planning.model_state import ModelState, unchanged
-from lightning_memopt.planning.observe import tensors_in
 from lightning_memopt.planning.plan import Plan, versions
-from lightning_memopt.planning.region_costs import CHOICES, ObservedStep, observe_step
-from lightning_memopt.planning.regions import FoundRegions, find_targets, is_multistep_neuron, with_surroundings
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Request, budget_of, device_of, may_chunk
-from lightning_memopt.planning.trial import Profile, is_out_of_memory, largest_peak, run_step
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, plan_within
 
 _Report = tuple[int, OptimizerBytes, ObservedStep]

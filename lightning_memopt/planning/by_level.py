@@ -21,6 +21,18 @@ from torch import nn
 
 from lightning_memopt.checkpointing import RegionConfig, learn_parameters
 from lightning_memopt.measuring import measuring_repeatedly
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.model_state import ModelState, unchanged
+from lightning_memopt.observing.observe import Observed, RegionObservation, observe
+from lightning_memopt.observing.region_costs import KEEP, ObservedStep, observe_step
+from lightning_memopt.observing.regions import (
+    FoundRegions,
+    Region,
+    as_region,
+    find_targets,
+    names_of_modules,
+)
+from lightning_memopt.observing.trial import Profile, largest_peak, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import entries_of, treated_as
 from lightning_memopt.planning.candidates import (
@@ -30,23 +42,11 @@ from lightning_memopt.planning.candidates import (
     find_candidates,
 )
 from lightning_memopt.planning.common_costs import step_of_all
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.explain import config_of_choice
 from lightning_memopt.planning.least_peak import TriedPlan, least_peak
-from lightning_memopt.planning.model_state import ModelState, unchanged
-from lightning_memopt.planning.observe import Observed, RegionObservation, observe
 from lightning_memopt.planning.plan import Outcome, Plan, RegionPlan, Trial, versions
-from lightning_memopt.planning.region_costs import KEEP, ObservedStep, observe_step
-from lightning_memopt.planning.regions import (
-    FoundRegions,
-    Region,
-    as_region,
-    find_targets,
-    names_of_modules,
-)
 from lightning_memopt.planning.request import Request, SplitFn, device_of, may_chunk
 from lightning_memopt.planning.simulate import Assignment, simulate, visits
-from lightning_memopt.planning.trial import Profile, largest_peak, run_step
 from lightning_memopt.planning.within_budget import MOST_STEPS, choices_of
 
 # Pieces along time that are tried: more would lower the peak by less than the recomputed region's 64th.

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_memopt.observing.costs import Choice, RegionCosts
+from lightning_memopt.observing.region_costs import ObservedStep
 from lightning_memopt.planning.candidates import combine
-from lightning_memopt.planning.costs import Choice, RegionCosts
-from lightning_memopt.planning.region_costs import ObservedStep
 
 Refusals = dict[tuple[str, Choice], str]
 """Why a region cannot take a choice."""

@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from lightning_memopt.checkpointing import RegionConfig
+from lightning_memopt.observing.costs import Choice, RegionCosts, StepCosts
+from lightning_memopt.observing.region_costs import ObservedStep, treatment_arguments
+from lightning_memopt.observing.regions import FoundRegions
+from lightning_memopt.observing.trial import Profile
 from lightning_memopt.planning.apply import entries_of
-from lightning_memopt.planning.costs import Choice, RegionCosts, StepCosts
 from lightning_memopt.planning.plan import BytesAlive, RegionPlan
-from lightning_memopt.planning.region_costs import ObservedStep, treatment_arguments
-from lightning_memopt.planning.regions import FoundRegions
 from lightning_memopt.planning.simulate import Assignment, Correction, positions, simulate, visits
 from lightning_memopt.planning.solve import Solution, frontier, why
-from lightning_memopt.planning.trial import Profile
 
 # Points of the frontier that a plan keeps.
 _POINTS = 48

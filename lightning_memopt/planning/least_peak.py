@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.simulate import (
     Assignment,
     Correction,

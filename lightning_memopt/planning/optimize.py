@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memopt.observing.no_memory import computing_nothing
+from lightning_memopt.observing.regions import TargetClasses
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import (
     all_or_nothing,
@@ -29,9 +31,7 @@ from lightning_memopt.planning.apply import (
 )
 from lightning_memopt.planning.by_budget import plan_by_budget
 from lightning_memopt.planning.by_level import plan_by_level
-from lightning_memopt.planning.no_memory import computing_nothing, left_to_check
-from lightning_memopt.planning.plan import Budget, Plan
-from lightning_memopt.planning.regions import TargetClasses
+from lightning_memopt.planning.plan import Budget, Plan, left_to_check
 from lightning_memopt.planning.request import (
     CanChunk,
     ExampleForward,

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -28,7 +28,8 @@ from rich.text import Text
 
 from lightning_memopt import __version__
 from lightning_memopt.measuring.amounts import in_mib
-from lightning_memopt.planning.costs import Choice, Treatment
+from lightning_memopt.measuring.storage_trace import fake_mode
+from lightning_memopt.observing.costs import Choice, Treatment
 
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""
@@ -443,6 +444,13 @@ def _names(run: list[RegionPlan]) -> str:
     if len(run) > 1:
         return f"{first.path} ... {run[-1].path} ({len(run)})"
     return first.path + "".join(f"\n= {alias}" for alias in first.aliases)
+
+
+def left_to_check(plan: Plan) -> Plan:
+    """The plan with time chunks that are compared with the whole at their first real use, if nothing was computed."""
+    if fake_mode() is None:
+        return plan
+    return replace(plan, regions=tuple(replace(region, chunks_checked=False) for region in plan.regions))
 
 
 def describe_treatment(treated: RegionPlan | Choice) -> str:

@@ -17,6 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memopt.observing.regions import (
+    TargetClasses,
+    target_classes,
+)
 from lightning_memopt.planning.apply import (
     applied_request,
     as_plan,
@@ -26,10 +30,6 @@ from lightning_memopt.planning.candidates import (
 )
 from lightning_memopt.planning.memory_budget import budget_bytes
 from lightning_memopt.planning.plan import Budget, Plan
-from lightning_memopt.planning.regions import (
-    TargetClasses,
-    target_classes,
-)
 
 Progress = Callable[[str, int, int], None]
 ExampleForward = Callable[[nn.Module], object]

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lightning_memopt.planning.costs import ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import ChoiceCost, RegionCosts, StepCosts
 
 Kind = Literal["forward", "end", "backward", "optimizer"]
 
@@ -138,7 +138,7 @@ def simulate(costs: StepCosts, plan: Assignment, correction: Correction | int = 
         ValueError: the plan does not fit the regions, or takes a choice that is refused.
 
     Example:
-        >>> from lightning_memopt.planning.costs import Choice, ChoiceCost
+        >>> from lightning_memopt.observing.costs import Choice, ChoiceCost
         >>> keep = ChoiceCost(Choice(), {0: 100}, forward_peak_bytes=100, backward_peak_bytes=50, extra=0.0)
         >>> again = ChoiceCost(Choice("recompute"), {1: 10}, 100, 150, extra=1.0)
         >>> one = RegionCosts("block", (keep, again), {1: 10}, in_flight_gradient_bytes=10, gradient_bytes=5)

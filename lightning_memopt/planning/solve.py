@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memopt.measuring.amounts import format_bytes
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning.plan import describe_treatment
 from lightning_memopt.planning.simulate import (
     Assignment,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_memopt.measuring.amounts import format_bytes
-from lightning_memopt.planning.costs import Choice, StepCosts
+from lightning_memopt.observing.costs import Choice, StepCosts
 from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, visits
 from lightning_memopt.planning.solve import Solution, solve
 

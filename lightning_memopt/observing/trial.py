@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
 from lightning_memopt.measuring.storage_trace import is_timed
-from lightning_memopt.planning.gradient_flow import leaves_of
-from lightning_memopt.planning.model_state import ModelState
-from lightning_memopt.planning.observe import uncompiled
+from lightning_memopt.observing.gradient_flow import leaves_of
+from lightning_memopt.observing.model_state import ModelState
+from lightning_memopt.observing.observe import uncompiled
 
 # Names of marks are a kind and the index of the region.
 _ENTER, _LEAVE, _BACKWARD, _DONE, _END = "enter", "leave", "backward", "done", "end"

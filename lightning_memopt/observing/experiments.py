@@ -44,16 +44,16 @@ from lightning_memopt.checkpointing import (
     take_snapshot,
 )
 from lightning_memopt.checkpointing.layout import is_dense
+from lightning_memopt.checkpointing.module import set_config
 from lightning_memopt.checkpointing.state import forget_constants
 from lightning_memopt.measuring import MemoryMark, mark_memory, measure_memory
 from lightning_memopt.measuring.storage_trace import fake_mode, is_timed
+from lightning_memopt.observing.costs import Choice
+from lightning_memopt.observing.gradient_flow import leaves_of
+from lightning_memopt.observing.model_state import random_states
+from lightning_memopt.observing.observe import Work, storage_address, tensors_in, work_of
+from lightning_memopt.observing.trial import is_out_of_memory
 from lightning_memopt.ops.value_bounds import is_fake, is_plain
-from lightning_memopt.planning.apply import set_config
-from lightning_memopt.planning.costs import Choice
-from lightning_memopt.planning.gradient_flow import leaves_of
-from lightning_memopt.planning.model_state import random_states
-from lightning_memopt.planning.observe import Work, storage_address, tensors_in, work_of
-from lightning_memopt.planning.trial import is_out_of_memory
 
 _START, _FORWARD, _HELD, _ARRIVED, _USED_UP, _END = "start", "forward", "held", "arrived", "used up", "end"
 _PLAIN = (bool, int, float, str, bytes, type(None))

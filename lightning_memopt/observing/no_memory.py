@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
 from lightning_memopt.measuring.storage_trace import fake_mode
 from lightning_memopt.ops.value_bounds import ValueBounds, is_fake
-from lightning_memopt.planning.plan import Plan
 
 _BUILD = "Build the model inside `with torch.device('meta'):`"
 
@@ -85,13 +83,6 @@ def without_modes() -> Iterator[None]:
             stack.enter_context(mode)
             stack.enter_context(ValueBounds())
         yield
-
-
-def left_to_check(plan: Plan) -> Plan:
-    """The plan with time chunks that are compared with the whole at their first real use, if nothing was computed."""
-    if fake_mode() is None:
-        return plan
-    return replace(plan, regions=tuple(replace(region, chunks_checked=False) for region in plan.regions))
 
 
 def mode_of(model: nn.Module) -> Any:

@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
+from lightning_memopt.observing.model_state import ModelState
+from lightning_memopt.observing.regions import Region
 from lightning_memopt.ops.value_bounds import Bounds, bounds_of, is_fake, is_plain
-from lightning_memopt.planning.model_state import ModelState
-from lightning_memopt.planning.regions import Region
 
 # Wider integers are indices, whose next value is anything: a sample of 0s and 1s says nothing about them.
 _SPIKE_DTYPES = (torch.bool, torch.uint8, torch.int8)

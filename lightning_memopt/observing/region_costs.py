@@ -45,14 +45,12 @@ from lightning_memopt.checkpointing.chunks import refuse_norms
 from lightning_memopt.measuring import measure_memory, measuring_repeatedly
 from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.measuring.storage_trace import StorageTrace, allocated_bytes, fake_mode, is_timed
-from lightning_memopt.ops.value_bounds import bounds_of, is_fake
-from lightning_memopt.planning.candidates import treated_before, trouble_with, worth_packing
-from lightning_memopt.planning.costs import Choice, ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.experiments import Moment, RegionCall, Result, storages_of, try_choices
-from lightning_memopt.planning.gradient_flow import GradientFlow, edges_out, sequence_number
-from lightning_memopt.planning.model_state import ModelState
-from lightning_memopt.planning.no_memory import without_modes
-from lightning_memopt.planning.observe import (
+from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.experiments import Moment, RegionCall, Result, storages_of, try_choices
+from lightning_memopt.observing.gradient_flow import GradientFlow, edges_out, sequence_number
+from lightning_memopt.observing.model_state import ModelState
+from lightning_memopt.observing.no_memory import without_modes
+from lightning_memopt.observing.observe import (
     ArgName,
     RegionObservation,
     Watch,
@@ -61,8 +59,10 @@ from lightning_memopt.planning.observe import (
     tensors_in,
     uncompiled,
 )
-from lightning_memopt.planning.regions import Region, as_region, is_neuron, names_of_modules
-from lightning_memopt.planning.trial import loss_of
+from lightning_memopt.observing.regions import Region, as_region, is_neuron, names_of_modules
+from lightning_memopt.observing.treatable import treated_before, trouble_with, worth_packing
+from lightning_memopt.observing.trial import loss_of
+from lightning_memopt.ops.value_bounds import bounds_of, is_fake
 
 KEEP = Choice()
 CHOICES = (
@@ -133,8 +133,8 @@ def observe_step(
         NoGradientError: ``example_forward`` returned nothing with a gradient.
 
     Example:
-        >>> from lightning_memopt.planning import find_targets
-        >>> from lightning_memopt.planning.model_state import unchanged
+        >>> from lightning_memopt.observing.regions import find_targets
+        >>> from lightning_memopt.observing.model_state import unchanged
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
         >>> regions = find_targets(model).regions
         >>> with unchanged(model) as state:
