@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -112,7 +112,7 @@ def observe_step(
     device: torch.device,
     optimizer_peak_bytes: int = 0,
     parts: Sequence[Region] | None = None,
-    chunkable: Collection[str] | None = None,
+    may_chunk: Callable[[str, nn.Module], bool] | None = None,
 ) -> ObservedStep:
     """What each region costs under each of ``choices``, and what was seen beside that.
 
@@ -127,7 +127,8 @@ def observe_step(
         device: where bytes count.
         optimizer_peak_bytes: most bytes that the optimizer step takes above parameters, gradients and its own state.
         parts: the only regions inside ``regions``, at any depth; all choices are tried on them, however small they are.
-        chunkable: paths of the only regions that may be cut along time. None: all that give the same in pieces.
+        may_chunk: says of a path and its module whether it may be cut along time. None: whatever gives the same in
+            pieces.
 
     Raises:
         NoGradientError: ``example_forward`` returned nothing with a gradient.
@@ -148,7 +149,7 @@ def observe_step(
     with measuring_repeatedly(device), uncompiled():
         for passes, keeps_saved in ((1, False), (2, True)):
             watch = _CostWatch(
-                model, regions, state, tried, device, parts=parts, chunkable=chunkable, keeps_saved=keeps_saved
+                model, regions, state, tried, device, parts=parts, may_chunk=may_chunk, keeps_saved=keeps_saved
             )
             try:
                 return watch.observe(example_forward, optimizer_peak_bytes, passes)
@@ -289,12 +290,12 @@ class _CostWatch(Watch):
         device: torch.device,
         *,
         parts: Sequence[Region] | None,
-        chunkable: Collection[str] | None,
+        may_chunk: Callable[[str, nn.Module], bool] | None,
         keeps_saved: bool,
     ) -> None:
         self._all = (*regions, *(_regions_inside(model, regions) if parts is None else parts))
         self.worth = _WORTH if parts is None else 0.0  # whatever is named is worth a look
-        self._chunkable = chunkable
+        self._may_chunk = may_chunk
         super().__init__(model, self._all, state.protect)
         self._model = model
         self._outermost = len(regions)
@@ -611,9 +612,9 @@ class _CostWatch(Watch):
         if choice.compressor is not None and not packed:
             return "is given no binary tensor to pack"
         if choice.chunks > 1:
-            if self._chunkable is not None and call.path not in self._chunkable:
-                return "may not be cut along time"
             reason = _reason_not_to_cut(call.region, seen)
+            if not reason and self._may_chunk is not None and not self._may_chunk(call.path, call.region.module):
+                return "may not be cut along time"
             if not reason and choice.compressor is None and packed:
                 return "time chunks of binary inputs are tried packed"
             if not reason and choice.cheap_chunks and not seen.flops:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ from lightning_memopt.observing.regions import FoundRegions, find_targets, is_mu
 from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import treated_as
-from lightning_memopt.planning.common_costs import step_of_all, without_chunks
+from lightning_memopt.planning.common_costs import step_of_all
 from lightning_memopt.planning.explain import config_of_choice, explained, planned_regions
 from lightning_memopt.planning.plan import Plan, versions
-from lightning_memopt.planning.request import CanChunk, ExampleForward, Request, budget_of, device_of, may_chunk
+from lightning_memopt.planning.request import ExampleForward, Request, budget_of, device_of, may_chunk
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, plan_within
 
 _Report = tuple[int, OptimizerBytes, ObservedStep]
@@ -148,21 +148,19 @@ class ModelSteps:
             choices=_choices(compress=request.compress),
             device=self._device,
             optimizer_peak_bytes=optimizers.step,
-            chunkable=self._chunkable(),
+            may_chunk=self._may_chunk(),
         )
-        if request.can_chunk is not None:
-            step = without_chunks(step, _not_chunkable(model, step, request.can_chunk))
         learn_parameters(model, state.written)
         state.rewind()
         request.report("observing", 1, 1)
         return budget_of(model, request), optimizers, step
 
-    def _chunkable(self) -> frozenset[str] | None:
-        """What may be cut along time where running it proves nothing; None where it does, or the user says."""
-        if fake_mode() is None or self._request.can_chunk is not None:
-            return None
-        modules = self._model.named_modules(remove_duplicate=False)
-        return frozenset(path for path, module in modules if is_multistep_neuron(module))
+    def _may_chunk(self) -> Callable[[str, nn.Module], bool] | None:
+        """What may be cut along time: what the user says; else what is proved by running it, where that can be done."""
+        can_chunk = self._request.can_chunk
+        if can_chunk is not None:
+            return lambda path, module: may_chunk(can_chunk, path, module)
+        return None if fake_mode() is None else lambda _, module: is_multistep_neuron(module)
 
     def measure(
         self, example_forward: ExampleForward, step: ObservedStep, chosen: Mapping[str, Choice]
@@ -230,8 +228,3 @@ def _watched(regions: tuple[RegionCosts, ...], chosen: Mapping[str, Choice]) -> 
             yield from _watched(region.children, chosen)
         else:
             yield region.path
-
-
-def _not_chunkable(model: nn.Module, step: ObservedStep, can_chunk: CanChunk) -> frozenset[str]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return frozenset(path for path in step.observations if not may_chunk(can_chunk, path, modules[path]))

@@ -172,7 +172,7 @@ def _observe(model: nn.Module, request: Request, state: ModelState, ranks: Ranks
             choices=_choices(request),
             device=device_of(model),
             parts=[region for region in seen.regions if region.path not in outermost],
-            chunkable=seen.chunkable,
+            may_chunk=lambda path, _: path in seen.chunkable,
         )
 
     def work() -> Observed | ObservedStep:

@@ -9,7 +9,7 @@ plan fits there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_memopt.observing.costs import Choice, RegionCosts
@@ -57,18 +57,6 @@ def step_of_all(steps: Sequence[ObservedStep]) -> ObservedStep:
         flops=max(step.flops for step in steps),
         passes=max(step.passes for step in steps),
     )
-
-
-def without_chunks(step: ObservedStep, paths: Collection[str]) -> ObservedStep:
-    """The step with no time chunks for the regions at ``paths``."""
-    refused: Refusals = {
-        (region.path, cost.choice): "can_chunk says that it may not be cut"
-        for region in _all(step.costs.regions)
-        for cost in region.choices
-        if region.path in paths and cost.choice.chunks > 1 and not cost.refused
-    }
-    regions = tuple(_refusing(region, refused) for region in step.costs.regions)
-    return replace(step, costs=replace(step.costs, regions=regions))
 
 
 def _size(step: ObservedStep) -> int:
