@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -34,19 +35,22 @@ if TYPE_CHECKING:
     from lightning_memopt.measuring import StepMemory
 
 
+_FILE_WIDTH = 120
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with status 2 for wrong arguments, 1 for a budget that cannot be kept."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    given.run(given, parser)
+    given.run(given, given.parser)
 
 
 def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     from lightning_memopt.training_config import UnreadableConfigError
 
     training = _training(given, parser)
-    if given.picture is not None and find_spec("matplotlib") is None:
-        parser.error("--picture draws with matplotlib, which is not installed: pip install 'lightning-memopt[plots]'")
+    if given.picture is not None:
+        _check_picture(given.picture, parser)
     try:
         plan = plan_of_config(budget=given.budget, shapes_only=given.shapes_only, **training)
     except UnreadableConfigError as error:
@@ -57,7 +61,7 @@ def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if given.json:
         print(plan.to_json(), end="")
     else:
-        Console().print(plan.table())
+        _console().print(plan.table())
     plan.save(given.output)
     print(f"The plan is in {given.output}: MemoryOptimization(plan={str(given.output)!r})", file=sys.stderr)
     if given.picture is not None:
@@ -84,11 +88,28 @@ def _report(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if given.json:
         print(report_json(before, after, plan=plan), end="")
     else:
-        console = Console()
+        console = _console()
         console.print(comparison_table(before, after, title=title))
         for sentence in report_summary(before, after):
             console.print(sentence)
     print(f"The report is in {page}", file=sys.stderr)
+
+
+def _console() -> Console:
+    """The terminal; where the output goes into a file or a pipe, lines that are wider than rich's 80 columns."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
+
+
+def _check_picture(picture: Path, parser: argparse.ArgumentParser) -> None:
+    """Refuse, before anything runs, a picture that could not be drawn at the end."""
+    if find_spec("matplotlib") is None:
+        parser.error("--picture draws with matplotlib, which is not installed: pip install 'lightning-memopt[plots]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if picture.suffix.lower().removeprefix(".") not in known:
+        said = f"the suffix {picture.suffix!r}" if picture.suffix else "no suffix"
+        parser.error(f"--picture {picture} has {said}, which names no format; there are {', '.join(sorted(known))}")
 
 
 def _training(given: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -97,6 +118,11 @@ def _training(given: argparse.Namespace, parser: argparse.ArgumentParser) -> dic
 
     if given.budget is not None:
         given.budget = int(given.budget) if given.budget.isdecimal() else given.budget
+        if isinstance(given.budget, int) and given.budget < 2**20:
+            parser.error(
+                f"--budget: {given.budget} is a number of bytes, less than any training step takes. Give a unit with "
+                f"it: {given.budget}MiB or {given.budget}GiB."
+            )
         try:
             budget_bytes(given.budget, device_bytes=None if given.accelerator == "cpu" else 1 << 60)
         except ValueError as error:
@@ -228,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
             "bytes, print it and write it to a file that MemoryOptimization(plan=...) applies."
         ),
     )
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, parser=plan)
     _add_training(plan)
     plan.add_argument(
         "--budget", required=True, help="bytes that a step may take: 24GiB, 800MiB, or 80%% of the device"
@@ -251,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
             "a budget is given, it does so before and after."
         ),
     )
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, parser=report)
     _add_training(report)
     report.add_argument("--budget", help="bytes that a step may take; shows the step with the plan for it")
     report.add_argument(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import importlib
 import inspect
 import logging
@@ -95,7 +96,9 @@ def read_training(
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
         read_from = [_one_step_of(path, Path(folder), number, kept_callback) for number, path in enumerate(config)]
         try:
-            read: Any = (_without_memory(cli or LightningCLI) if shapes_only else cli or LightningCLI)(
+            # In a context of its own: jsonargparse keeps its last parser in it, and that the model.
+            read: Any = contextvars.copy_context().run(
+                _without_memory(cli or LightningCLI) if shapes_only else cli or LightningCLI,
                 model,
                 data,
                 run=False,

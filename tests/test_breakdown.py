@@ -115,6 +115,100 @@ def test_the_consumers_add_up_to_the_peak_that_is_measured_without_them(
     assert report.breakdown.peak.other == strangers
 
 
+class SharedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.layer(x).tanh()
+        return x
+
+
+class TiedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, C)
+        self.head = nn.Linear(C, 512, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class Twice(torch.autograd.Function):
+    """Its gradient is a tensor of its own, a view of one, or one that it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.how = how
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.how(gradient * 2), None
+
+
+class Gradients(nn.Module):
+    """A parameter with four readers, all of whose gradients are made by ``how``."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.rand(N, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([Twice.apply(self.weight, self.how).sin().sum() * x.mean() for _ in range(4)])
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (SharedLayer, (N, C)),
+        (lambda: nn.RNN(C, 2 * C, 2, batch_first=True), (4, 8, C)),
+        (lambda: nn.GRU(C, 2 * C, batch_first=True), (4, 8, C)),
+        (TiedEmbedding, (2, 4)),
+        (lambda: Gradients(lambda gradient: gradient), (2,)),
+        (lambda: Gradients(lambda gradient: gradient.view(N, C)), (2,)),
+        (lambda: Gradients(lambda gradient: gradient.detach()), (2,)),
+        (lambda: Gradients(lambda gradient: gradient[:1].expand(N, C)), (2,)),
+    ],
+)
+def test_gradients_of_a_weight_that_is_used_several_times_take_what_they_take_unwatched(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], fake: bool
+) -> None:
+    def peak(alone: bool) -> int:
+        model = make()
+        data = torch.randint(512, shape) if isinstance(model, TiedEmbedding) else torch.rand(shape)
+
+        def step() -> None:
+            output = model(data)
+            (output[0] if isinstance(output, tuple) else output).sum().backward()
+            del output
+            model.zero_grad()
+
+        if not fake:
+            step()
+        report = measure_memory(step, device=CPU, model=None if alone else model)
+        return report.peak_bytes - report.start_bytes
+
+    unwatched = peak(alone=True)
+    if fake:
+        with FakeTensorMode():
+            assert peak(alone=True) == peak(alone=False) == unwatched
+    else:
+        assert peak(alone=False) == unwatched
+
+
+def test_gradients_that_are_sparse_meet_while_they_are_watched() -> None:
+    model, tokens = nn.Embedding(128, C, sparse=True), torch.randint(128, (8, 4))
+    report = measure_memory(lambda: (model(tokens).sum() + model(tokens.t()).sum()).backward(), device=CPU, model=model)
+    assert report.breakdown is not None and model.weight.grad is not None
+    assert report.breakdown.at("backward end").gradients >= model.weight.grad._values().nbytes
+
+
 def test_what_belongs_to_an_object_is_counted_for_it(strangers: int) -> None:
     model = Net()
     step = training(model)

@@ -177,6 +177,13 @@ def test_the_summary_says_what_changed_most_and_when_activations_are_no_longer_t
     assert "hardly any activations are left" in said[5]
     assert report_summary(after, before)[2] == "Afterwards it takes 4.0 MiB, 100% more, in the backward pass."
     assert "as much as before" in report_summary(before, before)[3]
+    for by_module, expected in (
+        ({"blocks.0": 3 * MIB, "blocks.0.mlp": MIB}, "blocks.* itself, without the modules inside, has most"),
+        ({"0.1": 2 * MIB, "1.1": 2 * MIB}, "the layers named *.1 have most"),
+        ({"": 3 * MIB, "head": MIB}, "(model) itself, without the modules inside, has most"),
+    ):
+        step = estimate(activations=4 * MIB, activations_by_module=by_module)
+        assert report_summary(step)[2].startswith(f"Of the activations, {expected}: ")
     assert len(report_summary(before)) == 3
 
 

@@ -7,8 +7,9 @@ import pickle
 import re
 import time
 import warnings
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric
 
 from lightning_memopt import checkpoint_module
 from lightning_memopt.callbacks import memory_monitor, out_of_memory
@@ -497,17 +499,17 @@ def test_a_step_that_is_not_broken_down_keeps_nothing_and_calls_nothing_of_the_a
 
 
 class Logging(Net):
-    """Keeps each loss with its graph."""
+    """Keeps the hidden activations of each step with their graph."""
 
     def __init__(self, detach: bool = False) -> None:
-        super().__init__(batches=8)
-        self.losses: list[torch.Tensor] = []
+        super().__init__(batches=8, hidden=2**13)
+        self.seen: list[Any] = []
         self.detach = detach
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach().mean().item() if self.detach else loss)  # type: ignore[arg-type]
-        return loss
+        hidden = self.layers[:2](batch[0])
+        self.seen.append(hidden.mean().item() if self.detach else hidden)
+        return self.layers[2](hidden).square().mean()
 
 
 class Spiking(Net):
@@ -532,7 +534,7 @@ class Integrator(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The loss does not see it, so no backward pass meets the graphs of earlier steps, or frees them.
-        self.v = self.v * torch.sigmoid(x * self.scale)
+        self.v = self.v * torch.sigmoid(x.repeat(1, 1024) * self.scale)
         return x
 
 
@@ -543,9 +545,9 @@ def _leaks(tmp_path: Path, model: LightningModule, **arguments: Any) -> list[str
     return [str(warning.message) for warning in caught if "Memory grew" in str(warning.message)]
 
 
-def test_a_list_that_keeps_losses_with_their_graphs_is_named_once(tmp_path: Path) -> None:
+def test_a_list_that_keeps_activations_with_their_graphs_is_named_once(tmp_path: Path) -> None:
     (told,) = _leaks(tmp_path, Logging())
-    assert "the list `Logging.losses`" in told
+    assert "the list `Logging.seen`" in told
     assert "with the graphs of their steps" in told
     assert "`tensor.detach()`" in told
 
@@ -556,7 +558,65 @@ def test_a_neuron_that_is_never_reset_is_named_once(tmp_path: Path) -> None:
     assert "Reset or detach" in told
 
 
-@pytest.mark.parametrize("model", [lambda: Logging(detach=True), lambda: Spiking(reset=True), AdamNet])
+class Collecting(Net):
+    """A metric keeps all predictions until the epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__(batches=8)
+        self.predictions = CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.predictions.update(torch.rand(2**15))
+        return super().training_step(batch, batch_idx)
+
+
+class LbfgsNet(Net):
+    """The optimizer collects a history of many steps."""
+
+    def __init__(self) -> None:
+        super().__init__(batches=12, hidden=2**13)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+@dataclass
+class Sequences:
+    """A batch of a class of its own."""
+
+    x: torch.Tensor
+
+
+class GrowingSequences(Net):
+    """The first epoch of a curriculum; each batch and what is stored of it are longer than the ones before."""
+
+    def __init__(self, kind: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.kind, self.hidden = kind, torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch.x if isinstance(batch, Sequences) else batch["x"]
+        self.hidden = torch.zeros(len(x), 256)
+        return self.layers(x).square().mean()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        lengths: Any = [100 * length for length in range(1, 10)]
+        return DataLoader(lengths, batch_size=None, collate_fn=lambda length: self.kind(torch.rand(length, 8)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Logging(detach=True),
+        lambda: Spiking(reset=True),
+        AdamNet,
+        lambda: Net(batches=40),
+        Collecting,
+        LbfgsNet,
+        lambda: GrowingSequences(Sequences),
+        lambda: GrowingSequences(lambda x: UserDict(x=x)),
+    ],
+)
 def test_steady_training_is_no_leak(tmp_path: Path, model: Callable[[], LightningModule]) -> None:
     assert _leaks(tmp_path, model()) == []
 
@@ -567,9 +627,11 @@ def test_leaks_are_not_looked_for_if_nobody_wants_to_know(tmp_path: Path) -> Non
 
 def test_growth_with_the_shapes_is_no_leak_and_growth_that_nobody_explains_is_said() -> None:
     watch = LeakWatch()
-    assert [watch.see(1000 + i, ((i, 8),), {}) for i in range(20)] == [None] * 20
-    assert [watch.see(1000 + i % 3, ((4, 8),), {}) for i in range(20)] == [None] * 20
-    found = [watch.see(2000 + i, ((4, 8),), {"net": nn.Linear(2, 2)}) for i in range(20)]
+    assert [watch.see(MIB * i, ((i, 8),), {}) for i in range(20)] == [None] * 20
+    assert [watch.see(MIB * (i % 3), ((4, 8),), {}) for i in range(20)] == [None] * 20
+    assert [watch.see(MIB + 1000 * i, ((4, 8),), {}) for i in range(20)] == [None] * 20
+    assert [watch.see(1000 * MIB + MIB // 8 * i, ((4, 8),), {}) for i in range(7)] == [None] * 7
+    found = [watch.see(MIB * i, ((4, 8),), {"net": nn.Linear(2, 2)}) for i in range(20)]
     assert sum(sentence is not None for sentence in found) == 1
     assert "no attribute of the module or the callbacks grew" in next(filter(None, found))
 

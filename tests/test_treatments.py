@@ -1386,8 +1386,8 @@ def test_a_plan_holds_and_applies_every_treatment() -> None:
     assert plan_of(_2="recompute", _3="keep").digest() == plan_of(_2="recompute").digest()
     assert "1 of 4 regions recomputed, 1 partly recomputed, 1 packed" in str(plan)
     table = plan.table()
-    assert list(table.columns[2].cells) != []
-    assert [str(cell) for cell in table.columns[2].cells] == ["pack", "recompute_cheap", "recompute", "keep"]
+    cells = [str(cell).splitlines()[0] for cell in table.columns[1].cells]
+    assert cells == ["pack", "recompute_cheap", "recompute", "keep"]
     model = apply_plan(small_model(), plan)
     found = [config and config.treatment for config in map(region_config, model)]
     assert found == ["pack", "recompute_cheap", "recompute", None]

@@ -57,7 +57,7 @@ def add_commands(commands: Any) -> None:
         _add_model(command)
         _add_training(command)
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=command)
 
 
 def run_estimate(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -10,25 +10,37 @@ before are still alive in the forward pass.
 What the kernels of a device take for themselves while they run is not seen. Where the estimate is for CUDA and there is
 no CUDA device, the fakes lie on the CPU: dropout keeps its mask in one byte and optimizers take all parameters at once,
 as on CUDA, and attention stores what flash attention stores; other kernels that save other tensors there are not
-corrected for.
+corrected for. What cuDNN and oneDNN keep of a recurrent layer for its backward pass is not known without running it:
+a warning names these layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import logging
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memopt.accounting.transformer import Precision, precision_of
 from lightning_memopt.measuring import measure_memory
@@ -40,6 +52,7 @@ __all__ = ["estimate_module", "fake_copy"]
 
 Loss = Callable[[nn.Module, Any], Any]
 OptimizerFactory = Callable[[Any], Optimizer]
+_DEVICES = ("cuda", "cpu")
 _DTYPES = {
     "64-true": torch.float64,
     "16-true": torch.float16,
@@ -68,7 +81,8 @@ def estimate_module(
     Args:
         module: any module or ``LightningModule``; or a function that makes one, which is run with fake tensors.
         example: one batch: what ``training_step`` or ``loss`` takes. For another module without ``loss``: a tensor, a
-            tuple of positional or a mapping of keyword arguments of its forward.
+            tuple of positional or a mapping of keyword arguments of its forward. Tensors may lie in lists, tuples,
+            mappings and dataclasses.
         precision: what ``Trainer(precision=...)`` would be given: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``...
         optimizer: optimizers made for the parameters of ``module``, or a function of the parameters that makes one,
             such as ``torch.optim.AdamW``. ``None``: those of ``configure_optimizers``; of another module, none steps.
@@ -84,8 +98,8 @@ def estimate_module(
 
     Raises:
         TypeError: ``module`` is no module and makes none, or ``optimizer`` is none of what is accepted.
-        ValueError: the precision is unknown, there is nothing to differentiate, or the step needs values that fake
-            tensors do not have.
+        ValueError: the precision or the device is unknown, there is nothing to differentiate, the step needs values
+            that fake tensors do not have, or an attribute of the module cannot be copied.
         TimeoutError: ``time_limit_s`` was too short.
 
     Example:
@@ -97,19 +111,21 @@ def estimate_module(
         (128.0, True)
     """
     kind = precision_of(precision)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _accepted(device)
     stands_in = where.type == "cuda" and not torch.cuda.is_available()
     fakes_on = torch.device("cpu") if stands_in else where
     mode = _mode_of(module, example)
     dtype = None if kind.autocast else _DTYPES.get(kind.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_unlogged())
         stack.enter_context(mode)
         stack.enter_context(_default_dtype(dtype))
         if stands_in:
             stack.enter_context(_KernelsOfCuda())
         made, originals = _made_module(module, fakes_on, dtype)
         batch = _fake_batch(example, fakes_on, dtype)
+        _warn_of_recurrent(made, where)
         optimizers = _optimizers(optimizer, made, originals, foreach=stands_in)
         compute = _loss_of(made, loss)
         if treat is not None:
@@ -133,11 +149,13 @@ def estimate_module(
                 step()
             else:
                 _rehearse(made, optimizers)
-            report = measure_memory(step, device=fakes_on, model=made, optimizer=optimizers, batch=batch)
-        except DataDependentOutputException as error:
+            report = measure_memory(step, device=fakes_on, model=made, optimizer=optimizers, batch=_tensors(batch))
+        except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+            if not _asks_for_values(error):
+                raise
             raise ValueError(
-                f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
-                "`loss` function that does not, or measure a real step with measure_memory(step, model=...)."
+                f"The step reads values of a tensor ({error}), and an estimate has none. Give estimate_memory a "
+                "`loss` function that reads none, or measure a real step with measure_memory(step, model=...)."
             ) from error
     assert report.breakdown is not None
     name = type(made).__name__
@@ -159,6 +177,9 @@ def fake_copy(module: nn.Module, device: torch.device, dtype: torch.dtype | None
         device: where the fakes lie.
         dtype: what floating point tensors are cast to, None for not at all.
 
+    Raises:
+        ValueError: an attribute of the module cannot be copied; the message names it.
+
     Example:
         >>> with FakeTensorMode():
         ...     twin, _ = fake_copy(nn.Linear(3, 4), torch.device("cpu"), torch.bfloat16)
@@ -176,12 +197,62 @@ def fake_copy(module: nn.Module, device: torch.device, dtype: torch.dtype | None
         if id(tensor) not in memo:
             memo[id(tensor)] = _fake(tensor, device, dtype)
     # What a LightningModule is attached to is no part of it.
-    for name in ("_trainer", "_fabric"):
-        attached = vars(module).get(name)
-        if attached is not None:
-            memo[id(attached)] = None
+    for part in module.modules():
+        for name in ("_trainer", "_fabric"):
+            attached = vars(part).get(name)
+            if attached is not None:
+                memo[id(attached)] = None
+    for found in _reachable(module, memo):
+        if isinstance(found, torch.Generator):
+            memo[id(found)] = torch.Generator(found.device)  # its state is a tensor, and fakes have no values
+        elif isinstance(found, nn.Parameter):
+            memo[id(found)] = nn.Parameter(_fake(found, device, dtype), requires_grad=found.requires_grad)
+        else:
+            memo[id(found)] = _fake(found, device, dtype)
     copied = dict(memo)  # deepcopy adds the rest
-    return copy.deepcopy(module, memo), copied
+    try:
+        return copy.deepcopy(module, memo), copied
+    except Exception as error:
+        raise ValueError(
+            f"an estimate runs on a copy of the module, and {_uncopied(module, copied)} cannot be copied "
+            f"({type(error).__name__}: {error}). Set it to None before, or give a function that makes the module "
+            "without it."
+        ) from error
+
+
+def _reachable(module: nn.Module, memo: Mapping[int, object]) -> Iterator[Tensor | torch.Generator]:
+    """Tensors and generators that ``deepcopy`` would come to, beside those of ``memo``: in objects of any depth."""
+    seen = set(memo)
+    waiting: list[object] = [module]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (Tensor, torch.Generator)):
+            yield value
+            continue
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            waiting += value
+        # Neither classes nor functions are copied, and modules of Python cannot be.
+        if not isinstance(value, (type, FunctionType, ModuleType)):
+            waiting += getattr(value, "__dict__", {}).values()
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute whose copy fails, in words."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name == "_modules":
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                of = f"the module {path!r}" if path else type(module).__name__
+                return f"the attribute {name!r} of {of}"
+    return f"something that {type(module).__name__} holds"
 
 
 def _fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -194,10 +265,56 @@ def _fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Te
 def _mode_of(module: object, example: object) -> FakeTensorMode:
     """The mode of fakes that were passed: they mix with no others."""
     tensors = [*module.parameters()] if isinstance(module, nn.Module) else []
-    for leaf in [*tensors, *tree_leaves(example)]:
+    for leaf in [*tensors, *_tensors(example)]:
         if isinstance(leaf, FakeTensor):
             return leaf.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _accepted(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in _DEVICES:
+        raise ValueError(
+            f"device={device!r} cannot be estimated; accepted are {', '.join(map(repr, _DEVICES))}, with or without "
+            "an index"
+        )
+    return where
+
+
+def _asks_for_values(error: Exception) -> bool:
+    # For .numpy() torch has no exception of its own.
+    of_fakes = (DataDependentOutputException, DynamicOutputShapeException)
+    return isinstance(error, of_fakes) or ".numpy()" in str(error)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Operations that fail on fakes raise here; torch would log their traceback as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _warn_of_recurrent(module: nn.Module, device: torch.device) -> None:
+    """On fakes the fused kernels of recurrent layers keep nothing for the backward pass."""
+    kinds: tuple[type[nn.Module], ...] = (nn.LSTM,) if device.type == "cpu" else (nn.RNNBase,)
+    found = [path or "the module itself" for path, part in module.named_modules() if isinstance(part, kinds)]
+    if found:
+        kernel = "oneDNN" if device.type == "cpu" else "cuDNN"
+        warnings.warn(
+            f"The estimate is too low: what {kernel} keeps for the backward pass of {', '.join(found)} (recurrent "
+            "layers) is not known without running it. Measure a real step with measure_memory(step, model=...).",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _made_module(
@@ -212,6 +329,10 @@ def _made_module(
         if not isinstance(module, nn.Module):
             raise TypeError(f"the function that was to make a torch.nn.Module returned {module!r}")
     made, originals = fake_copy(module, device, dtype)
+    # A Trainer has called it already. Otherwise there may be no layers before.
+    if isinstance(made, LightningModule) and getattr(module, "_trainer", None) is None:
+        with device:
+            made.configure_model()
     if not made.training:
         made.train()
     if _is_lightning(made):
@@ -229,14 +350,28 @@ def _is_lightning(module: nn.Module) -> bool:
 
 
 def _fake_batch(example: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example)):
+    if not _tensors(example):
         raise ValueError(
             "an estimate of a module needs an example: one batch of tensors, real, fake or on the meta device, in a "
-            f"list, tuple or dict; got {type(example).__name__} without a tensor"
+            f"list, tuple, dict or dataclass; got {type(example).__name__} without a tensor"
         )
-    return tree_map_only(
-        Tensor, lambda tensor: _fake(tensor, device, dtype).requires_grad_(tensor.requires_grad), example
-    )
+    return _mapped(example, lambda tensor: _fake(tensor, device, dtype).requires_grad_(tensor.requires_grad))
+
+
+def _mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A batch with other tensors; those of dataclasses, which are no containers to torch, as Lightning moves them."""
+    return tree_map(lambda leaf: apply_to_collection(leaf, Tensor, function, allow_frozen=True), batch)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(batch, see)
+    return found
 
 
 def _optimizers(given: Any, made: nn.Module, originals: Mapping[int, Any], *, foreach: bool) -> list[Optimizer]:
@@ -287,7 +422,9 @@ def _loss_of(module: nn.Module, loss: Loss | None) -> Loss:
 
 
 def _training_step(module: Any, batch: Any) -> Any:
-    arguments = (batch, 0) if "batch_idx" in inspect.signature(module.training_step).parameters else (batch,)
+    # By position, whatever its name, as the Trainer passes it.
+    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = (batch, 0) if indexed else (batch,)
     output = module.training_step(*arguments)
     return output["loss"] if isinstance(output, Mapping) else output
 

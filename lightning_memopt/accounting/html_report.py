@@ -186,8 +186,8 @@ def _summary(sides: Sequence[_Side]) -> Iterator[str]:
         yield f"{name} {be} {size / first.peak_bytes:.0%} of it: {format_bytes(size)}."
     kinds = bytes_by_kind(first.peak.activations_by_module)
     if largest == "activations" and kinds:
-        kind, size = next(iter(kinds.items()))
-        yield f"Of the activations, {kind} has most: {format_bytes(size)}."
+        size = next(iter(kinds.values()))
+        yield f"Of the activations, {_with_most(kinds)} most: {format_bytes(size)}."
     if len(sides) > 1 and first.peak_bytes:
         saved = 1 - last.peak_bytes / first.peak_bytes
         less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'}" if saved else "as much as before"
@@ -207,6 +207,16 @@ def _summary(sides: Sequence[_Side]) -> Iterator[str]:
 def _phase(estimate: MemoryEstimate) -> str:
     passes = estimate.peak_phase in ("forward", "backward")
     return f"{estimate.peak_phase} pass" if passes else estimate.peak_phase
+
+
+def _with_most(kinds: Mapping[str, int]) -> str:
+    """``blocks.*.mlp has``, ``the layers named *.1 have``; and what is not counted, where it holds other modules."""
+    kind, *others = kinds
+    one = not kind.startswith("*")
+    name, itself, has = (kind, "itself", "has") if one else (f"the layers named {kind}", "themselves", "have")
+    if any(kind == "(model)" or other.startswith(f"{kind}.") for other in others):
+        name += f" {itself}, without the modules inside,"
+    return f"{name} {has}"
 
 
 def _named(consumer: str) -> str:
@@ -559,6 +569,6 @@ def _treemaps(sides: Sequence[_Side]) -> Iterator[str]:
             label=f"Treemap of the activations by module, {side.label}",
         )
         yield f'<div style="width: {max(4.0, 100 * share):.1f}%">{drawing}</div>'
-    yield "<details open><summary>The same by kind of module</summary>"
+    yield "<details open><summary>The same by kind of module, each without the modules inside it</summary>"
     yield _html_table(_kinds(sides))
     yield "</details>"

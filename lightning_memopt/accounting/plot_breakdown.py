@@ -10,6 +10,7 @@ from lightning_memopt.accounting.colors import CONSUMER_COLORS
 from lightning_memopt.accounting.plots import _budget_label, _figure, _save
 from lightning_memopt.measuring.amounts import in_mib
 from lightning_memopt.measuring.consumers import CONSUMERS, MemoryBreakdown
+from lightning_memopt.planning.memory_budget import budget_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ _LABELLED_SHARE = 0.04
 
 
 def plot_breakdown(
-    breakdowns: Mapping[str, MemoryBreakdown], path: str | Path | None = None, *, budget: int | None = None
+    breakdowns: Mapping[str, MemoryBreakdown], path: str | Path | None = None, *, budget: int | str | None = None
 ) -> Figure:
     """Draw the consumers of memory as stacked bars, one for each labelled breakdown.
 
@@ -33,13 +34,13 @@ def plot_breakdown(
         breakdowns: Label to breakdown, from left to right.
         path: Where to save the picture; the suffix chooses the format. ``None`` saves nothing. Missing folders are
             made.
-        budget: Bytes that there are, drawn as a line across. ``None`` draws none.
+        budget: Bytes that there are, an int or text (``"12GiB"``), drawn as a line across. ``None`` draws none.
 
     Returns:
         The ``matplotlib.figure.Figure``. It belongs to no window and needs no display.
 
     Raises:
-        ValueError: If there are no breakdowns.
+        ValueError: If there are no breakdowns, or the budget is no size.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
@@ -51,6 +52,7 @@ def plot_breakdown(
     """
     if not breakdowns:
         raise ValueError("plot_breakdown() was given no breakdown; pass {'label': MemoryBreakdown(...)}")
+    limit = None if budget is None else budget_bytes(budget)
     figure, (axes,) = _figure("plot_breakdown()")
     labels = list(breakdowns)
     tallest = max(breakdown.total_bytes for breakdown in breakdowns.values())
@@ -79,11 +81,11 @@ def plot_breakdown(
             ha="center",
             fontweight="bold",
         )
-    if budget is not None:
-        axes.axhline(budget / _MIB, linestyle="--", color="black", linewidth=1.0, label=_budget_label(budget))
+    if limit is not None:
+        axes.axhline(limit / _MIB, linestyle="--", color="black", linewidth=1.0, label=_budget_label(limit))
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.set_ylim(0.0, 1.1 * max(tallest, budget or 0) / _MIB or None)
+    axes.set_ylim(0.0, 1.1 * max(tallest, limit or 0) / _MIB or None)
     axes.set_ylabel("bytes alive [MiB]")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memopt.accounting.colors import CONSUMER_COLORS
 from lightning_memopt.measuring import StepMemory
 from lightning_memopt.planning.apply import as_plan
+from lightning_memopt.planning.memory_budget import budget_bytes
 from lightning_memopt.planning.plan import BytesAlive, Plan
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _LONGEST_NAME = 24
 
 
 def plot_timeline(
-    reports: Mapping[str, StepMemory], path: str | Path | None = None, *, budget: int | None = None
+    reports: Mapping[str, StepMemory], path: str | Path | None = None, *, budget: int | str | None = None
 ) -> Figure:
     """Draw the bytes alive over one step, one labelled curve per report, and mark the peak of each.
 
@@ -37,13 +38,13 @@ def plot_timeline(
             :func:`~lightning_memopt.measuring.measure_memory` records on the CPU.
         path: Where to save the picture; the suffix chooses the format. ``None`` saves nothing. Missing folders are
             made.
-        budget: Bytes that the step may take, drawn as a line across. ``None`` draws none.
+        budget: Bytes that the step may take, an int or text (``"12GiB"``), drawn as a line across. ``None`` draws none.
 
     Returns:
         The ``matplotlib.figure.Figure``. It belongs to no window and needs no display.
 
     Raises:
-        ValueError: If there are no reports, or one has no timeline.
+        ValueError: If there are no reports, one has no timeline, or the budget is no size.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
@@ -62,16 +63,17 @@ def plot_timeline(
                 f"the report {label!r}, measured on {report.device}, has no timeline to draw: only the CPU records one."
                 " Measure the same step with device='cpu'"
             )
+    limit = None if budget is None else budget_bytes(budget)
     stacked = all(report.by_consumer for report in reports.values())
     figure, panels = _figure("plot_timeline()", columns=len(reports) if stacked else 1)
-    highest = max(budget or 0, *(report.peak_bytes for report in reports.values()))
+    highest = max(limit or 0, *(report.peak_bytes for report in reports.values()))
     for axes in panels:
         axes.set_xlim(0.0, 1.0)
         axes.set_ylim(0.0, 1.12 * highest / _MIB or None)
         axes.set_xlabel("fraction of the step")
         axes.grid(alpha=0.3)
-        if budget is not None:
-            axes.axhline(budget / _MIB, linestyle="--", color="black", linewidth=1.0, label=_budget_label(budget))
+        if limit is not None:
+            axes.axhline(limit / _MIB, linestyle="--", color="black", linewidth=1.0, label=_budget_label(limit))
     panels[0].set_ylabel("bytes alive [MiB]")
     if stacked:
         _draw_consumers(panels, reports)
@@ -88,7 +90,7 @@ def plot_frontier(
     path: str | Path | None = None,
     *,
     chosen: tuple[float, float] | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     time_label: str = "step time [ms]",
 ) -> Figure:
     """Draw what a step takes in memory and in time, one labelled curve per series of points.
@@ -101,14 +103,14 @@ def plot_frontier(
         path: Where to save the picture; the suffix chooses the format. ``None`` saves nothing. Missing folders are
             made.
         chosen: The point to mark as the one that was taken.
-        budget: Bytes that a step may take, drawn as a line. ``None`` draws none.
+        budget: Bytes that a step may take, an int or text (``"12GiB"``), drawn as a line. ``None`` draws none.
         time_label: What the time is, and its unit.
 
     Returns:
         The ``matplotlib.figure.Figure``. It belongs to no window and needs no display.
 
     Raises:
-        ValueError: If there is no point, or a series without one.
+        ValueError: If there is no point, or a series without one, or the budget is no size.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
@@ -124,8 +126,9 @@ def plot_frontier(
             f"plot_frontier() was given no point{f' for {empty}' if empty else ''}; pass (peak in bytes, time) of at "
             "least one plan for each label"
         )
+    limit = None if budget is None else budget_bytes(budget)
     figure, (axes,) = _figure("plot_frontier()")
-    _draw_frontier(axes, series, None if budget is None else (budget, _budget_label(budget)))
+    _draw_frontier(axes, series, None if limit is None else (limit, _budget_label(limit)))
     if chosen is not None:
         _mark(axes, chosen, f"chosen: {chosen[0] / _MIB:.1f} MiB")
     axes.set_ylabel(time_label)

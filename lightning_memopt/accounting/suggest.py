@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.table import Table
+from rich.text import Text
 
 from lightning_memopt.accounting.estimate import _FUSED, Training, estimate_transformer
 from lightning_memopt.accounting.optimizers import optimizer_row
 from lightning_memopt.accounting.transformer import Transformer, precision_of
+from lightning_memopt.measuring.amounts import format_bytes
 
 __all__ = ["Price", "Suggestion", "suggest", "suggestion_table"]
 
@@ -38,6 +40,9 @@ class Suggestion:
     """The peak with this change alone."""
     caveat: str
     """What to know before."""
+
+    def __str__(self) -> str:
+        return f"{self.change}: saves {format_bytes(self.saves_bytes)}, costs {self.price} ({self.caveat})"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, with GiB beside the bytes."""
@@ -82,17 +87,17 @@ def suggest(model: Transformer, **settings: Any) -> tuple[Suggestion, ...]:
 
 
 def suggestion_table(suggestions: Sequence[Suggestion]) -> Table:
-    """The suggestions as a table."""
-    table = Table(title="Each alone, the cheapest first", title_justify="left")
-    table.add_column("change")
-    table.add_column("saves [GiB]", justify="right")
-    table.add_column("peak [GiB]", justify="right")
-    table.add_column("costs")
-    table.add_column("caveat")
+    """The suggestions as a table, each with its caveat on the lines below it; it fits into 80 columns."""
+    table = Table(title="Each alone, the cheapest first", title_justify="left", show_lines=True)
+    # What is to be set is never broken nor cut; the caveat takes as many lines as it needs.
+    table.add_column("change", overflow="fold", min_width=max((len(each.change) for each in suggestions), default=0))
+    table.add_column("saves\n[GiB]", justify="right", no_wrap=True)
+    table.add_column("peak\n[GiB]", justify="right", no_wrap=True)
+    table.add_column("costs", no_wrap=True)
     for each in suggestions:
-        table.add_row(
-            each.change, f"{each.saves_bytes / _GIB:.2f}", f"{each.peak_bytes / _GIB:.2f}", each.price, each.caveat
-        )
+        saves, peak = (f"{size / _GIB:.2f}" for size in (each.saves_bytes, each.peak_bytes))
+        change = Text.assemble(each.change, "\n", (each.caveat, "dim"))
+        table.add_row(change, saves, peak, each.price)
     return table
 
 

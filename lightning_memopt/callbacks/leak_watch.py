@@ -4,7 +4,10 @@ Memory that grows from step to step
 
 A step of the same shapes ends with as many bytes alive as the one before. Where the bytes grow instead, something keeps
 what it should let go: a list of losses with their graphs, a neuron that is never reset and so hangs on to all earlier
-steps. Growth is seen from the bytes alone; who holds them is looked for once, when it has gone on for some steps.
+steps. Growth is seen from the bytes alone; who holds them is looked for when it has gone on for some steps.
+
+Not every growth is a leak. A few bytes are not, for some list of numbers grows in every training. What optimizers keep
+(L-BFGS collects a history) and what metrics collect until the end of an epoch is meant to grow.
 """
 
 from __future__ import annotations
@@ -15,14 +18,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_memopt.measuring.allocation_events import own_storages
 
 __all__ = ["LeakWatch", "batch_shapes"]
 
 GROWING_STEPS = 4
-"""So many increases in a row, from as many pairs of steps, are a leak."""
+"""So many increases in a row, from as many pairs of steps, may be a leak."""
+
+LEAST_BYTES = 2**16
+"""What a leak grows by in a step, on average, at least."""
+
+LEAST_SHARE = 1e-3
+"""What it has grown by when it is told, at least, of the bytes alive."""
 
 _MIB = 2**20
 _DEPTH = 3  # of containers within containers that are looked into
@@ -52,7 +62,7 @@ class LeakWatch:
         >>> watch = LeakWatch()
         >>> for step in range(8):
         ...     layer.losses.append(layer(torch.zeros(4, 8)).sum())
-        ...     found = watch.see(1000 + step * 100, ((4, 8),), {"layer": layer})
+        ...     found = watch.see(step * 2**20, ((4, 8),), {"layer": layer})
         ...     if found:
         ...         print(found.partition(": ")[2].partition(". ")[0])
         the list `layer.losses` (6 tensors with the graphs of their steps)
@@ -63,16 +73,20 @@ class LeakWatch:
         self._last: int | None = None
         self._growth = 0
         self._increases = 0
-        self._before: dict[str, _Held] | None = None
+        self._wanted = GROWING_STEPS
+        self._before: tuple[dict[str, _Held], int] | None = None
         self._told = False
 
-    def see(self, alive: int, shapes: object, owners: Mapping[str, Any]) -> str | None:
+    def see(
+        self, alive: int, shapes: object, owners: Mapping[str, Any], optimizers: Iterable[Optimizer] = ()
+    ) -> str | None:
         """Take note of the bytes alive after a step.
 
         Args:
             alive: bytes.
             shapes: of the batch, see :func:`batch_shapes`. Steps of other shapes are no growth.
             owners: objects by name whose attributes may hold tensors, modules among them.
+            optimizers: whose state may grow.
 
         Returns:
             A sentence on the leak, once; None otherwise.
@@ -85,25 +99,35 @@ class LeakWatch:
             return None
         self._increases += 1
         self._growth += alive - last
-        if self._increases == GROWING_STEPS:
-            self._before = _inventory(owners)
-        if self._increases <= GROWING_STEPS or self._before is None:
+        if self._increases < self._wanted or self._growth < max(LEAST_BYTES * self._increases, LEAST_SHARE * alive):
+            self._before = None
+            return None
+        before, self._before = self._before, (_inventory(owners), _meant_to_grow(owners, optimizers))
+        if before is None:
+            return None
+        now, meant = self._before
+        if alive - last - (meant - before[1]) < LEAST_BYTES:
+            self._wanted *= 2  # it will go on, and looking takes time
+            self._before = None
             return None
         self._told = True
-        now = _inventory(owners)
-        grown = [name for name, held in now.items() if held.grew_since(self._before.get(name, _Held(0, 0, 0)))]
         self._before = None
-        return _sentence(self._growth, self._increases, grown, now, owners)
+        grown = [name for name, held in now.items() if held.grew_since(before[0].get(name, _Held(0, 0, 0)))]
+        return _sentence(self._growth, self._increases, grown, now)
 
 
 def batch_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of all tensors in a batch."""
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    """The shapes of all tensors in a batch, in containers and attributes of any kind.
+
+    Example:
+        >>> import torch
+        >>> batch_shapes({"x": torch.zeros(2, 3), "more": [torch.zeros(4), "word"]})
+        ((2, 3), (4,))
+    """
+    return tuple(tuple(tensor.shape) for tensor in _inside(batch, _DEPTH, attributes=True))
 
 
-def _sentence(
-    growth: int, steps: int, grown: Iterable[str], held: Mapping[str, _Held], owners: Mapping[str, Any]
-) -> str:
+def _sentence(growth: int, steps: int, grown: Iterable[str], held: Mapping[str, _Held]) -> str:
     # Those that hang on the longest graphs first, then the largest.
     names = sorted(grown, key=lambda name: (held[name].nodes > 0, held[name].bytes), reverse=True)[:3]
     total = f"Memory grew by {growth / _MIB:.3f} MiB over {steps} steps of the same shapes"
@@ -131,16 +155,29 @@ def _described(name: str, held: _Held) -> str:
 
 
 def _inventory(owners: Mapping[str, Any]) -> dict[str, _Held]:
-    """What each attribute of the owners and of the modules in them holds, parameters aside."""
+    """What each attribute of the owners and of the modules in them holds, parameters and metrics aside."""
     found: dict[str, _Held] = {}
-    for owner_name, owner in owners.items():
-        places = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
-        for path, place in places:
-            for name, value in _attributes(place):
-                tensors = [tensor for tensor in _inside(value, _DEPTH) if not isinstance(tensor, nn.Parameter)]
-                if tensors:
-                    found[".".join(filter(None, (owner_name, path, name)))] = _held(tensors)
+    for path, place in _places(owners):
+        for name, value in _attributes(place) if not isinstance(place, Metric) else ():
+            tensors = [tensor for tensor in _inside(value, _DEPTH) if not isinstance(tensor, nn.Parameter)]
+            if tensors:
+                found[f"{path}.{name}"] = _held(tensors)
     return found
+
+
+def _meant_to_grow(owners: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of what may grow in a training without a leak."""
+    held = [optimizer.state for optimizer in optimizers]
+    held += [value for _, place in _places(owners) if isinstance(place, Metric) for _, value in _attributes(place)]
+    return _bytes(tensor for value in held for tensor in _inside(value, _DEPTH))
+
+
+def _places(owners: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, owner in owners.items():
+        if isinstance(owner, nn.Module):
+            yield from ((".".join(filter(None, (name, path))), module) for path, module in owner.named_modules())
+        else:
+            yield name, owner
 
 
 def _attributes(place: Any) -> Iterator[tuple[str, Any]]:
@@ -152,20 +189,29 @@ def _attributes(place: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _inside(value: object, depth: int) -> Iterator[Tensor]:
+def _inside(value: object, depth: int, *, attributes: bool = False) -> Iterator[Tensor]:
+    """The tensors in containers within containers, and on demand in attributes of other objects."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (list, tuple, set, deque)):
-        for part in value:
-            yield from _inside(part, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for part in value.values():
-            yield from _inside(part, depth - 1)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, (list, tuple, set, deque)):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif attributes:
+        parts = getattr(value, "__dict__", {}).values()
+    for part in parts if depth else ():
+        yield from _inside(part, depth - 1, attributes=attributes)
 
 
 def _held(tensors: list[Tensor]) -> _Held:
-    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in own_storages(tensor)}
-    return _Held(len(tensors), sum(storages.values()), _graph_size(tensors))
+    return _Held(len(tensors), _bytes(tensors), _graph_size(tensors))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages, each once."""
+    return sum({s._cdata: s.nbytes() for tensor in tensors for s in own_storages(tensor)}.values())
 
 
 def _graph_size(tensors: Iterable[Tensor]) -> int:

@@ -82,8 +82,8 @@ class MemoryMonitor(Callback):
             CPU. Such a step is several times slower (and so has no ``step_ms``). The last one is in
             :attr:`breakdown`, with activations by module. 0 makes none.
         watch_leaks: Warn once if the bytes alive after a step grow from step to step while the batches have the same
-            shapes, and name the attribute that holds them. On CUDA every step is looked at, on the CPU those that
-            are traced or broken down.
+            shapes, by 64 KiB and more, and name the attribute that holds them. State of optimizers and of metrics may
+            grow. On CUDA every step is looked at, on the CPU those that are traced or broken down.
         out_of_memory_report: If a step runs out of memory, write a report beside the logs before the error goes on its
             way: the phase, who holds the bytes, and what would need fewer.
 
@@ -258,7 +258,8 @@ class MemoryMonitor(Callback):
     def _look_for_leaks(self, trainer: Trainer, pl_module: LightningModule, alive: int, batch: Any) -> None:
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         callbacks = {type(callback).__name__: callback for callback in others}
-        found = self._leaks.see(alive, batch_shapes(batch), {type(pl_module).__name__: pl_module, **callbacks})
+        owners = {type(pl_module).__name__: pl_module, **callbacks}
+        found = self._leaks.see(alive, batch_shapes(batch), owners, trainer.optimizers)
         if found is not None:
             warnings.warn(f"MemoryMonitor: {found}", RuntimeWarning, stacklevel=2)
 

@@ -303,6 +303,7 @@ class MemoryOptimization(Callback):
                 can_chunk=self.can_chunk,
                 process_group=self.process_group,
                 progress=progress,
+                gradients_in_forward=_clears_late(trainer),
                 **within_budget,
             )
 
@@ -329,6 +330,7 @@ class MemoryOptimization(Callback):
                 compress=self.compress,
                 can_chunk=self.can_chunk,
                 progress=progress,
+                gradients_in_forward=_clears_late(trainer),
                 **ranks.attempt("making the optimizers", lambda: self._within_budget(trainer, module)),
             )
             largest = LARGEST if samples is None else max(1, min(LARGEST, samples))
@@ -341,14 +343,16 @@ class MemoryOptimization(Callback):
 
     def _within_budget(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """What counts against the budget beside the step of the model itself."""
-        buckets = 0
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         strategy = trainer.strategy
-        if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("gradient_as_bucket_view", False):
-            buckets = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        # Buckets stay from step to step, also those that gradients are views of.
+        buckets = gradients if isinstance(strategy, DDPStrategy) else 0
+        # From the second of the accumulated batches on, gradients are alive from the forward to the backward pass.
+        accumulated = gradients if trainer.accumulate_grad_batches > 1 else 0
         return {
             "memory_budget": self.memory_budget,
             "optimizer": optimizers_of(module),
-            "reserved_bytes": buckets,
+            "reserved_bytes": buckets + accumulated,
         }
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
@@ -570,6 +574,11 @@ def _other_checkpointing(module: LightningModule) -> Iterator[str]:
         for switch in switches:
             if getattr(submodule, switch, False) is True:
                 yield f"{name}.{switch}" if name else switch
+
+
+def _clears_late(trainer: Trainer) -> bool:
+    """Whether ``zero_grad`` comes after the forward pass: Lightning's order, but for accumulated gradients."""
+    return trainer.accumulate_grad_batches == 1
 
 
 def _differences(then: Plan, now: Plan) -> Iterator[str]:

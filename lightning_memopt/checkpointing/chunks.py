@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -158,7 +159,9 @@ class _Gradient:
         task = torch._C._current_graph_task_id()
         if task != self.task:  # a backward pass that failed may have left some of its pieces
             self.task, self.whole, self.pieces = task, None, {}
-        if torch.is_grad_enabled():  # a gradient of this gradient may be asked for: keep the graph of every piece
+        # A gradient of this gradient may be asked for: keep the graph of every piece. And a batch of gradients, as
+        # `is_grads_batched` computes, has no place in one tensor.
+        if torch.is_grad_enabled() or is_legacy_batchedtensor(piece) or is_functorch_wrapped_tensor(piece):
             self.pieces[index] = piece
             return
         if self.whole is None:

@@ -201,7 +201,7 @@ class _Call:
         self.original = None
         frame = None if self.frame is None else self.frame()
         if frame is not None:
-            _free_when_done(frame)
+            _free_when_done(frame, weakref.ref(self))
 
     def _recompute(self) -> None:
         if self.keeper is None:
@@ -214,10 +214,13 @@ class _Call:
         args, kwargs = self.arguments.rebuild(kept)
         state = kept[self.first_state :]
         del kept
-        # With one output there is one backward, unless the graph is kept: what is unpacked need not stay packed too.
+        self._run_again(args, kwargs, state)
+
+    def forget(self) -> None:
+        """A backward pass has run through the region: with one output there is no other, unless the graph is kept."""
+        node = None if self.keeper is None else self.keeper.grad_fn
         if self.one_output and hasattr(node, "maybe_clear_saved_tensors"):  # torch 2.6 has no such call
             node.maybe_clear_saved_tensors()
-        self._run_again(args, kwargs, state)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sequence[Tensor]) -> None:
         with ExitStack() as stack:
@@ -240,7 +243,7 @@ def _frame_here() -> Any:
     return pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
 
 
-def _free_when_done(frame: Any, start: int = 0) -> None:
+def _free_when_done(frame: Any, call: weakref.ref[_Call], start: int = 0) -> None:
     """Free what a backward pass recomputed and did not ask for, as soon as it has run through the region.
 
     A backward pass visits nodes from the last one to the first. So when the node that saved the first tensor lets go of
@@ -256,10 +259,13 @@ def _free_when_done(frame: Any, start: int = 0) -> None:
         frame = owner()
         if frame is None:
             return
-        if frame.recomputed:
+        if frame.is_recomputed.get(torch._C._current_graph_task_id()):
             _free_recomputed(frame)
-        else:  # the node went with a tensor that nobody used, before any backward
-            _free_when_done(frame, first + 1)
+            this = call()
+            if this is not None and not any(holder() is not None for holder in frame.weak_holders):
+                this.forget()
+        else:  # the node went with a tensor that nobody used, and no backward pass has been there
+            _free_when_done(frame, call, first + 1)
 
     frame.memopt_first_saved = weakref.ref(holders[first](), done)
 

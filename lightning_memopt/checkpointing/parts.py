@@ -454,20 +454,29 @@ class PartCall:
         self._leaves = []
         del self._before, self.function
 
-    def _let_go_when_done(self) -> None:
+    def _let_go_when_done(self, start: int = 0) -> None:
         """Let go of all that is stored and computed again as soon as a backward pass has run through the call.
 
         It visits nodes from the last one to the first, so it has when the node that saved the first tensor drops that.
         """
+        there = (
+            (place, slot) for place in range(start, len(self._slots)) if (slot := self._slots[place]()) is not None
+        )
+        first, slot = next(there, (len(self._slots), None))
+        if slot is None:
+            return
         call = weakref.ref(self)
 
         def done(_: object) -> None:
             this = call()
-            if this is not None:
+            if this is None:
+                return
+            if this._task != -1 and this._task == torch._C._current_graph_task_id():
                 this._let_go()
+            else:  # the node went with a tensor that nobody used, and no backward pass has been there
+                this._let_go_when_done(first + 1)
 
-        slot = next((slot for reference in self._slots if (slot := reference()) is not None), None)
-        self._first_slot = None if slot is None else weakref.ref(slot, done)
+        self._first_slot = weakref.ref(slot, done)
 
     def _let_go(self) -> None:
         with self._lock:

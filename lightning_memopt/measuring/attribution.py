@@ -16,8 +16,8 @@ On the CPU the blocks of the allocation events are matched with the storages by 
 peak to the byte; a block that no storage owns is the workspace of a running kernel, a temporary. On CUDA the allocator
 is asked after each operation: what it holds beyond the storages is "other", what it held meanwhile a temporary.
 
-Of two gradients that meet, autograd adds the second into the first, but not while a dispatch mode watches. So a sum
-that takes the place of its first addend is counted as if it had been that one.
+Of two gradients that meet, autograd adds the second into the first if nobody else holds that, but not while a dispatch
+mode watches. So a sum that takes the place of its first addend is counted as if it had been that one.
 
 torch's ``MemTracker`` does not serve here: it sees no workspaces, so its sums are below the measured peak, and it gives
 an activation to the module that made it, not to the one that saved it, and no autocast copies.
@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memopt.measuring.allocation_events import AllocationRecorder, AllocationRecording, own_storages
 from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate, MemoryPhase
 from lightning_memopt.measuring.marks import Marks, MemoryMark
-from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode, in_engine
+from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode, sums_in_place
 
 __all__ = ["Attribution", "StepAttribution", "held_tensors"]
 
@@ -62,7 +62,6 @@ _CONSUMERS = (
 _STRENGTH = {consumer: strength for strength, consumer in enumerate(_CONSUMERS)}
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer step"
 _PHASE_NOTE, _STORAGE_NOTE, _SUM_NOTE = "phase", "storage", "sum"
-_SUM = torch.ops.aten.add.Tensor
 _CASTS = (torch.ops.aten._to_copy.default,)
 _DEPTH = 3  # of containers within containers that are looked into
 
@@ -350,7 +349,7 @@ class _AttributingTrace(StorageTrace):
             self._note_cast(given[0], out)
         if self._recomputing and not self._running:
             self._note_origin(given, out)
-        if func is _SUM and self._allocator is None and isinstance(args[0], Tensor) and in_engine():
+        if self._allocator is None and sums_in_place(func, args):
             self._note_sum(args[0])
         if self._allocator is not None:
             self._ask_allocator()

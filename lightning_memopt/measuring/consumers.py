@@ -72,6 +72,11 @@ class MemoryBreakdown:
         """Sum over all consumers."""
         return sum(getattr(self, name) for name in CONSUMERS)
 
+    def __str__(self) -> str:
+        sizes = sorted(self.consumers().items(), key=lambda item: -item[1])
+        parts = [f"{name.replace('_', ' ')} {in_mib(size)}" for name, size in sizes if size]
+        return f"{in_mib(self.total_bytes)} MiB" + (f": {', '.join(parts)}" if parts else "")
+
     def consumers(self) -> dict[str, int]:
         """Bytes by consumer, in the order of the table."""
         return {name: getattr(self, name) for name in CONSUMERS}
@@ -145,6 +150,11 @@ class MemoryEstimate:
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""
         return self.peak.total_bytes
+
+    def __str__(self) -> str:
+        of = f"{self.subject}: " if self.subject else ""
+        moments = "".join(f"\n  {phase.name}: {phase.breakdown}" for phase in self.phases)
+        return f"{of}peak in {self.peak_phase}, {self.peak}{moments}"
 
     def at(self, name: str) -> MemoryBreakdown:
         """The breakdown at a moment of :attr:`phases`, or at the ``peak``.

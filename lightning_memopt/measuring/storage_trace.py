@@ -27,6 +27,7 @@ __all__ = ["StepTrace", "StorageTrace", "allocated_bytes", "fake_mode", "is_time
 
 _CUDA_BLOCK = 512
 _WORKSPACE = 0  # a key that no storage has
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 # Frames between an operation and the dispatch mode that sees it.
 _BETWEEN = ("torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
@@ -155,7 +156,8 @@ class StepTrace(StorageTrace):
     """Follows a step of fake tensors as if they were real.
 
     Of two gradients that meet, autograd adds the second into the first where nobody else holds that; but not into a
-    tensor of a subclass, such as a fake one. So a sum that takes the place of its first addend is taken for that.
+    tensor of a subclass, such as a fake one. So a sum that takes the place of its first addend is taken for that, see
+    :func:`sums_in_place`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,7 +169,7 @@ class StepTrace(StorageTrace):
     ) -> Any:
         before = self._since_mark
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten.add.Tensor and isinstance(args[0], Tensor) and in_engine():
+        if sums_in_place(func, args):
             self._sum = (args[0].untyped_storage()._cdata, before)
         return out
 
@@ -179,11 +181,24 @@ class StepTrace(StorageTrace):
         super()._change(key, size)
 
 
-def in_engine() -> bool:
+def sums_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd, unwatched, would add the second operand into the first once nobody else holds that.
+
+    To be asked by ``__torch_dispatch__`` itself. A view holds the tensor that it was made of, and so has company as
+    long as it lives: the first two gradients of a weight that is used several times are views (of the product's
+    result, transposed), and their sum is a new tensor, into which the others are added.
+    """
+    if func is not torch.ops.aten.add.Tensor or not isinstance(args[0], Tensor) or not _in_engine():
+        return False
+    first = args[0]
+    return first.layout is torch.strided and not first._is_view() and _is_dense(first)
+
+
+def _in_engine() -> bool:
     """Whether an operation was called by the backward pass itself, not by Python code in it."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
     ):

@@ -92,3 +92,5 @@ class StepCosts:
     """Time of a plain step, in the unit of ``extra``."""
     plain_flops: int
     unit: Literal["ms", "bytes moved"]
+    old_gradient_bytes: int = 0
+    """Gradients of the step before, alive in the forward pass."""

@@ -14,6 +14,7 @@ What needs values is left open:
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,8 @@ from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
 from lightning_memopt.measuring.storage_trace import fake_mode
 from lightning_memopt.ops.value_bounds import ValueBounds, is_fake
 
+# What torch.autocast("cuda") says where there is no CUDA.
+_NO_CUDA = re.compile("(?s).*CUDA is not available.*Disabling")
 _BUILD = "Build the model inside `with torch.device('meta'):`"
 
 
@@ -52,10 +55,12 @@ def computing_nothing(model: nn.Module) -> Iterator[None]:
             stack.enter_context(ValueBounds())
             if not torch.cuda.is_available():
                 stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("error", message="(?s).*CUDA is not available.*Disabling")
+                warnings.filterwarnings("error", message=_NO_CUDA.pattern, category=UserWarning)
             stack.enter_context(_off_the_meta_device(model))
             yield
     except UserWarning as warning:
+        if not _NO_CUDA.match(str(warning)):  # somebody turns warnings into errors
+            raise
         raise ValueError(
             f"The forward of a model without memory switches on autocast for CUDA, which is not here ({warning}). "
             'Use torch.autocast("cpu", dtype=...) in example_forward, which casts the same operations as a rule.'

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
-from lightning_memopt.measuring.storage_trace import is_timed
+from lightning_memopt.measuring.storage_trace import allocated_bytes, is_timed
 from lightning_memopt.observing.gradient_flow import leaves_of
 from lightning_memopt.observing.model_state import ModelState
 from lightning_memopt.observing.observe import uncompiled
@@ -58,8 +58,12 @@ def run_step(
     example_forward: Callable[[nn.Module], object],
     state: ModelState,
     device: torch.device,
+    *,
+    gradients_in_forward: bool = False,
 ) -> Profile:
     """Run one step and profile ``regions``; running out of memory is an answer, every other error is raised.
+
+    With ``gradients_in_forward``, as much as all gradients take is held until the loss is known.
 
     ``state`` is rewound before and after the step.
     """
@@ -67,11 +71,16 @@ def run_step(
     started = time.perf_counter()
     markers = _Markers(list(regions), device)
     report: StepMemory | None = None
+
+    def step() -> None:
+        old = [torch.empty_like(p) for p in model.parameters() if p.requires_grad] if gradients_in_forward else []
+        _forward_backward(model, example_forward, state, old)
+
     try:
         with uncompiled(), ExitStack() as stack:
             for index, module in enumerate(regions.values()):
                 markers.attach(index, module, stack)
-            report = measure_memory(lambda: _forward_backward(model, example_forward, state), device=device)
+            report = measure_memory(step, device=device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -103,10 +112,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _forward_backward(model: nn.Module, example_forward: Callable[[nn.Module], object], state: ModelState) -> None:
+def old_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes on ``device`` of the gradients that a step leaves behind."""
+    gradients = [p for p in model.parameters() if p.requires_grad and p.device.type == device.type]
+    return sum(allocated_bytes(p.nbytes, device) for p in gradients)
+
+
+def _forward_backward(
+    model: nn.Module, example_forward: Callable[[nn.Module], object], state: ModelState, old_gradients: list[Tensor]
+) -> None:
     with torch.enable_grad():
         output = example_forward(model)
         loss = loss_of(output)
+    old_gradients.clear()
     state.set_aside(leaves_of(loss))
     loss.backward()
     del output

@@ -6,7 +6,8 @@ How large a batch may be depends on the plan, and the best plan on the batch. So
 between and beyond them every number of bytes is taken to be affine in the batch size: weights stay, activations grow.
 That gives the costs of a step at any size, from these the smallest peak that any plan has there, and by bisection the
 largest size at which it is within the budget. This size is then observed itself: peaks are the larger of what grows and
-what does not, so they bend, and a few sizes may have to be observed until the one that was predicted fits. Then its
+what does not, so they bend, and a few sizes may have to be observed until the one that was predicted fits. Where the
+device runs out of memory meanwhile, the largest size that it can take is found by bisection. Then its
 fastest plan is measured. Should the step take more than predicted, or less, the model of memory is corrected and asked
 again; three measured steps at most. What is taken was measured within the budget.
 """
@@ -34,7 +35,7 @@ from lightning_memopt.planning.apply import all_or_nothing, apply_checked, remov
 from lightning_memopt.planning.by_budget import ModelSteps, Seen
 from lightning_memopt.planning.optimize import verify
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
-from lightning_memopt.planning.simulate import Correction
+from lightning_memopt.planning.simulate import at_first
 from lightning_memopt.planning.solve import Solution, solve
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, MemoryBudgetError, choices_of, refusal
 
@@ -207,7 +208,7 @@ class _Search:
         self._ranks = ranks
         self._seen: dict[int, Seen] = {}
         self._too_large = largest + 1
-        self._correction = Correction()
+        self._correction = at_first(steps.old_gradient_bytes)
 
     def run(self, start: int) -> _Found:
         """The largest size that is measured within the budget.
@@ -272,15 +273,37 @@ class _Search:
             size = self._largest_predicted(near, least)
             if size <= least and found is not None:
                 return None
-            near = max(size, 1)
-            seen = self._observe(near)
-            if seen is not None:
-                solution = solve(seen.step.costs, seen.allowed_bytes, self._correction)
-                if solution.fits:
-                    return near, seen, solution
+            near = self._observe_up_to(max(size, 1))
+            if near == 0:
+                raise self._nothing_fits()
+            if found is not None and near <= least:
+                return None
+            seen = self._seen[near]
+            solution = solve(seen.step.costs, seen.allowed_bytes, self._correction)
+            if solution.fits:
+                return near, seen, solution
             if near == 1:
                 raise self._nothing_fits()
             self._too_large = near
+
+    def _observe_up_to(self, size: int) -> int:
+        """Observe ``size``, or where memory runs out the largest smaller one, to within 1 %, for which it does not.
+
+        Returns:
+            The size that was observed; 0 if memory runs out for a batch of one sample.
+        """
+        if self._observe(size) is not None:
+            return size
+        self._too_large = size
+        fits = max((seen for seen in self._seen if seen < size), default=0)
+        while self._too_large - fits > max(1, fits // 100):
+            # Sizes differ by factors: halve the factor between the two.
+            middle = max(fits + 1, math.isqrt(max(fits, 1) * self._too_large))
+            if self._observe(middle) is None:
+                self._too_large = middle
+            else:
+                fits = middle
+        return fits
 
     def _largest_predicted(self, near: int, least: int) -> int:
         """The largest size above ``least`` that is predicted to fit, from what was observed nearest to ``near``."""

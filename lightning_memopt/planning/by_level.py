@@ -32,7 +32,7 @@ from lightning_memopt.observing.regions import (
     find_targets,
     names_of_modules,
 )
-from lightning_memopt.observing.trial import Profile, largest_peak, run_step
+from lightning_memopt.observing.trial import Profile, largest_peak, old_gradient_bytes, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import entries_of, treated_as
 from lightning_memopt.planning.candidates import (
@@ -164,7 +164,7 @@ def _observe(model: nn.Module, request: Request, state: ModelState, ranks: Ranks
 
     def costs() -> ObservedStep:
         outermost = {region.path for region in seen.found.regions}
-        return observe_step(
+        step = observe_step(
             model,
             seen.found.regions,
             example_forward,
@@ -174,6 +174,8 @@ def _observe(model: nn.Module, request: Request, state: ModelState, ranks: Ranks
             parts=[region for region in seen.regions if region.path not in outermost],
             may_chunk=lambda path, _: path in seen.chunkable,
         )
+        old = old_gradient_bytes(model, device_of(model)) if request.gradients_in_forward else 0
+        return replace(step, costs=replace(step.costs, old_gradient_bytes=old))
 
     def work() -> Observed | ObservedStep:
         request.report("observing", 0, 1)
@@ -384,10 +386,14 @@ def _search(
         stays = {path: before[path] for path in untried if seen.inside(path).isdisjoint(chosen)}
         return {**layout, **stays}
 
+    def step_with(watched: Mapping[str, nn.Module]) -> Profile:
+        old = request.gradients_in_forward
+        return run_step(model, watched, example_forward, state, device_of(model), gradients_in_forward=old)
+
     def run(what: str, layout: Mapping[str, RegionConfig], watched: Mapping[str, nn.Module]) -> int | None:
         request.report("measuring", len(measured), most)
         with treated_as(model, layout):
-            profiles = ranks.together(what, lambda: run_step(model, watched, example_forward, state, device_of(model)))
+            profiles = ranks.together(what, lambda: step_with(watched))
         measured.append(profiles)
         request.report("measuring", len(measured), most)
         return largest_peak(profiles)

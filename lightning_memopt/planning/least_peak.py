@@ -21,6 +21,7 @@ from lightning_memopt.planning.simulate import (
     Simulated,
     Visit,
     alive_bytes,
+    at_first,
     correct,
     simulate,
     storage_bytes,
@@ -77,7 +78,7 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
         simulated = _simulated(costs, assignment, correction)
         return TriedPlan(assignment, simulated, chosen, measure(chosen))
 
-    correction = Correction()
+    correction = at_first(costs.old_gradient_bytes)
     best = last = attempt(start)
     tried = [best]
     while len(tried) <= MOST_STEPS:

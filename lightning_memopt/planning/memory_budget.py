@@ -8,6 +8,7 @@ Bytes in words
 from __future__ import annotations
 
 import re
+import reprlib
 from fractions import Fraction
 
 _UNITS = {
@@ -16,7 +17,8 @@ _UNITS = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
 }
 _BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*", re.ASCII)
+_AMOUNT = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z%]*)\s*", re.ASCII)
+_TOO_MUCH = 2**63
 
 _ACCEPTED = (
     "Give an int of bytes (12884901888), a size in KiB, MiB, GiB, TiB (powers of 1024), in KB, MB, GB, TB (powers of "
@@ -47,13 +49,15 @@ def budget_bytes(budget: int | str, device_bytes: int | None = None) -> int:
     size = Fraction(budget) if isinstance(budget, int) else _read(budget, device_bytes)
     if int(size) < 1:
         raise ValueError(f"memory_budget is {budget!r}, less than one byte. {_ACCEPTED}")
+    if size >= _TOO_MUCH:  # as a number it may have more digits than Python writes
+        raise ValueError(f"memory_budget is 2**63 bytes or more, which no device has. {_ACCEPTED}")
     return int(size)
 
 
 def _read(text: str, device_bytes: int | None) -> Fraction:
     found = _AMOUNT.fullmatch(text)
     if found is None:
-        raise ValueError(f"memory_budget is {text!r}, which is no size. {_ACCEPTED}")
+        raise ValueError(f"memory_budget is {reprlib.repr(text)}, which is no size. {_ACCEPTED}")
     amount, unit = Fraction(found[1]), found[2]
     if unit == "%":
         if amount > 100:

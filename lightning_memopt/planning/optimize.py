@@ -64,6 +64,7 @@ def optimize_memory(
     memory_budget: int | str | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     reserved_bytes: int = 0,
+    gradients_in_forward: bool = False,
 ) -> M:
     """Treat the regions of ``model`` that hold the most memory, in place, and return the same object.
 
@@ -102,6 +103,9 @@ def optimize_memory(
             ``memory_budget``, and so does what their step takes.
         reserved_bytes: bytes of ``memory_budget`` to leave free for what a step of the model does not show, such as
             the buckets of DDP.
+        gradients_in_forward: whether the gradients of the step before are still there in the forward pass, as in a
+            loop that clears them between forward and backward (Lightning's automatic optimization is one). Then they
+            count there.
 
     Warns:
         UserWarning: ``split_fn`` or ``can_chunk`` has no effect at this level, or a level lacks it; no region can be
@@ -144,6 +148,7 @@ def optimize_memory(
         memory_budget,
         optimizer,
         reserved_bytes,
+        gradients_in_forward,
     )
     ranks = Ranks(process_group, device_of(model))
     done = ranks.together("checking the arguments", lambda: check(model, request))

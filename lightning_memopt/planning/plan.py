@@ -201,6 +201,8 @@ class Plan:
     probe_passes: int = 0
     """Forward passes alone: the one that observed the regions, and those that proved time chunks."""
     search_seconds: float = 0.0
+    from_shapes: bool = False
+    """Whether nothing was computed: all that is called measured here was followed by shapes alone."""
     world_size: int = 1
     """Number of ranks that agreed on this plan."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -250,7 +252,7 @@ class Plan:
         """
         try:
             content = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"This is not a plan: it is no valid JSON ({error}).") from error
         if not isinstance(content, dict) or "format" not in content:
             raise ValueError("This is not a plan: a plan is a JSON object with an entry 'format'.")
@@ -292,7 +294,7 @@ class Plan:
         """
         path = Path(path)
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"There is no plan file {str(path)!r}. A plan file is made from an optimized model by "
@@ -315,30 +317,48 @@ class Plan:
         return ", ".join(counts)
 
     def table(self) -> Table:
-        """The plan as a rich table with totals at the foot: a row for each region, or for a run of equal ones.
+        """The plan as a rich table: a row for each region, or for a run of equal ones; sums of the treated ones.
 
-        Sizes in MiB. The caption says what was measured, and what is not known because it was not measured.
+        Sizes in MiB, of one region also where a row stands for several. The class is below the region's name, the
+        reason below its treatment: so all of it can be read on 80 columns. The caption says what was measured, and what
+        is not known because it was not measured.
         """
         measured = any(region.saved_bytes is not None for region in self.regions)
         timed = self.time_unit is not None
-        table = Table(title=self._title(), caption=self._caption(), show_footer=bool(self.regions))
-        inputs = sum(region.input_bytes for region in self.recomputed)
-        stored = sum(region.stored_bytes for region in self.treated)
-        table.add_column("region", footer=self._counts(), overflow="fold")
-        table.add_column("class", overflow="fold")
-        table.add_column("treatment", overflow="fold")
-        if measured:
-            saved = sum(region.saved_bytes or 0 for region in self.treated)
-            table.add_column("kept if plain", justify="right", footer=in_mib(saved))
-        table.add_column("inputs", justify="right", footer=in_mib(inputs))
-        table.add_column("stored", justify="right", footer=in_mib(stored))
-        if timed:
-            table.add_column("time", justify="right", footer=self._in_share(self.added_time))
-        table.add_column("why", overflow="fold")
-        for cells, run in self._runs(measured=measured, timed=timed):
+        rows = self._runs(measured=measured, timed=timed)
+        table = Table(
+            title=self._title(),
+            caption=self._caption(),
+            show_footer=bool(self.regions),
+            show_edge=False,
+            pad_edge=False,
+        )
+        words = [word for _, run in rows for word in _names(run).split()]
+        table.add_column(
+            "region",
+            footer="treated regions",
+            overflow="fold",
+            min_width=min(max(map(len, words), default=0), _NAME_WIDTH),
+        )
+        table.add_column("treatment, and why", footer=self._counts(), overflow="fold", min_width=_TREATMENT_WIDTH)
+        for header, total in self._columns(measured=measured, timed=timed):
+            table.add_column(header, justify="right", footer=total, no_wrap=True)
+        for (class_name, treatment, reason, *numbers), run in rows:
             style = "dim" if run[0].treatment == "keep" else None
-            table.add_row(Text(_names(run)), *map(Text, cells), style=style)
+            name = Text.assemble(_names(run), "\n", (class_name, "dim"))
+            why = Text.assemble(treatment, *(["\n", (reason, "dim")] if reason else []))
+            table.add_row(name, why, *map(Text, numbers), style=style)
         return table
+
+    def _columns(self, *, measured: bool, timed: bool) -> Iterator[tuple[str, str]]:
+        """Headers of the columns of numbers, and the sums over the treated regions: others may hold some of these."""
+        if measured:
+            yield "kept if\nplain", in_mib(sum(region.saved_bytes or 0 for region in self.treated))
+        else:
+            yield "inputs", in_mib(sum(region.input_bytes for region in self.treated))
+        yield "stored", in_mib(sum(region.stored_bytes for region in self.treated))
+        if timed:
+            yield "time", self._in_share(self.added_time)
 
     def _runs(self, *, measured: bool, timed: bool) -> list[tuple[list[str], list[RegionPlan]]]:
         """The cells of each row but for the name, and the regions they hold for."""
@@ -351,13 +371,15 @@ class Plan:
         return runs
 
     def _cells(self, region: RegionPlan, *, measured: bool, timed: bool) -> list[str]:
-        cells = [region.class_name, describe_treatment(region)]
+        cells = [region.class_name, describe_treatment(region), region.reason]
         if measured:
             cells.append("" if region.saved_bytes is None else in_mib(region.saved_bytes))
-        cells += [in_mib(region.input_bytes), in_mib(region.stored_bytes) if region.treatment != "keep" else ""]
+        else:
+            cells.append(in_mib(region.input_bytes))
+        cells.append(in_mib(region.stored_bytes) if region.treatment != "keep" else "")
         if timed:
             cells.append(self._in_share(region.added_time) if region.treatment != "keep" else "")
-        return [*cells, region.reason]
+        return cells
 
     def _in_share(self, added: float | None) -> str:
         """``+3.1%`` of a plain step."""
@@ -388,7 +410,7 @@ class Plan:
         return f"peak {in_mib(self.peak_bytes_before)} -> {in_mib(self.peak_bytes_after)} MiB ({change:+.1%})"
 
     def _caption(self) -> str:
-        parts = ["sizes in MiB"]
+        parts = ["sizes in MiB, of each region"]
         if self.target_reason:
             parts.append(self.target_reason)
         if self.memory_budget is not None:
@@ -399,7 +421,9 @@ class Plan:
         parts.extend(self._about_time())
         if self.level == 1:
             parts.append("what it saves is not measured at level 1: use level 2, or MemoryMonitor")
-        if self.search_passes:
+        if self.from_shapes:
+            parts.append(_FROM_SHAPES)
+        elif self.search_passes:
             parts.append(_tried(self.trials))
             parts.append(f"{self.search_passes} forward+backward passes in {self.search_seconds:.1f} s")
         return "; ".join(parts)
@@ -411,7 +435,10 @@ class Plan:
             # A backward pass takes about twice the operations of the forward.
             yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"
         yield from self._about_time()
-        yield f"{self.search_passes} measured step{'s' * (self.search_passes > 1)}, {self.search_seconds:.1f} s"
+        if self.from_shapes:
+            yield _FROM_SHAPES
+        else:
+            yield f"{self.search_passes} measured step{'s' * (self.search_passes != 1)}, {self.search_seconds:.1f} s"
 
     def _about_time(self) -> Iterator[str]:
         """``time of a step +12.5% predicted (counted in bytes moved)``."""
@@ -435,6 +462,11 @@ def _tried(trials: tuple[Trial, ...]) -> str:
     return f"{count} (1 kept)" if "kept" in outcomes else f"{count}: none was better"
 
 
+_FROM_SHAPES = "predicted from shapes, nothing was computed or measured"
+_NAME_WIDTH = 22
+"""Names up to so many characters are not broken on 80 columns."""
+_TREATMENT_WIDTH = 24
+"""So wide is the column of treatments at least, also where names are long."""
 _SHORTEST_RUN = 3
 """So many equal regions in a row are shown as one row."""
 
@@ -447,10 +479,16 @@ def _names(run: list[RegionPlan]) -> str:
 
 
 def left_to_check(plan: Plan) -> Plan:
-    """The plan with time chunks that are compared with the whole at their first real use, if nothing was computed."""
+    """The plan that says so if nothing was computed: its time chunks are compared with the whole at their first real
+    use, and no bytes count as measured.
+    """
     if fake_mode() is None:
         return plan
-    return replace(plan, regions=tuple(replace(region, chunks_checked=False) for region in plan.regions))
+    alive = plan.alive
+    if alive is not None:
+        alive = replace(alive, measured_bytes=(None,) * len(alive.measured_bytes))
+    regions = tuple(replace(region, chunks_checked=False) for region in plan.regions)
+    return replace(plan, regions=regions, alive=alive, from_shapes=True)
 
 
 def describe_treatment(treated: RegionPlan | Choice) -> str:
@@ -513,6 +551,8 @@ def _read(kind: type[T], content: dict[str, Any]) -> T:
     if unknown:
         raise ValueError(f"{kind.__name__} has no entry {', '.join(map(repr, unknown))}.")
     values = {name: _value(kind, name, value, str(declared[name].type)) for name, value in content.items()}
+    if values.get("treatment") == "keep" and (values.get("chunks", 1), values.get("cheap_chunks", 0)) != (1, 0):
+        raise ValueError(f"The region {values.get('path')!r} is kept as it is, so it has no chunks and no cheap_chunks.")
     try:
         return kind(**values)
     except TypeError as error:

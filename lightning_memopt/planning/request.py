@@ -55,6 +55,7 @@ class Request:
     memory_budget: int | str | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     reserved_bytes: int = 0
+    gradients_in_forward: bool = False
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -69,9 +70,10 @@ class Request:
         targets = None if self.targets is None else target_classes(self.targets)
         if self.memory_budget is not None:
             optimizers = tuple(map(weakref.ref, self.optimizers))  # an id may become that of another one
-            budget = self.memory_budget, optimizers, self.reserved_bytes
+            budget = self.memory_budget, optimizers, self.reserved_bytes, self.gradients_in_forward
             return ("budget", targets, budget, self.compress, self.can_chunk)
-        return ("search", targets, self.level, self.checkpoint_budget, self.compress, self.split_fn, self.can_chunk)
+        search = self.level, self.checkpoint_budget, self.compress, self.split_fn, self.can_chunk
+        return ("search", targets, *search, self.gradients_in_forward)
 
     def described(self) -> tuple[Any, ...]:
         """What must be the same on all ranks, as plain data."""
@@ -82,8 +84,9 @@ class Request:
         targets = None if self.targets is None else [cls.__qualname__ for cls in target_classes(self.targets)]
         given = [name for name in ("split_fn", "can_chunk") if getattr(self, name) is not None]
         if self.memory_budget is not None:
-            return ("budget", targets, self.memory_budget, self.compress, given)
-        return ("search", targets, self.level, self.checkpoint_budget, self.compress, given)
+            return ("budget", targets, self.memory_budget, self.compress, given, self.gradients_in_forward)
+        search = self.level, self.checkpoint_budget, self.compress, given, self.gradients_in_forward
+        return ("search", targets, *search)
 
     def report(self, phase: str, done: int, total: int) -> None:
         if self.progress is not None:

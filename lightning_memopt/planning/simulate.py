@@ -188,6 +188,11 @@ def gradients_of_glue(region: RegionCosts) -> int:
     return max(0, region.gradient_bytes - sum(child.gradient_bytes for child in region.children))
 
 
+def at_first(old_gradient_bytes: int) -> Correction:
+    """What to add to the simulated bytes before any step was measured: gradients of the step before, in the forward."""
+    return Correction(forward=old_gradient_bytes, end=old_gradient_bytes)
+
+
 def correct(correction: Correction, simulated: Simulated, measured_peak_bytes: int) -> Correction:
     """Take what a measured step says about the model of memory into the correction.
 
