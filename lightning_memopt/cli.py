@@ -15,9 +15,11 @@ page: before and after the ``MemoryOptimization`` of the configuration, or one w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,10 +51,13 @@ def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     from lightning_memopt.training_config import UnreadableConfigError
 
     training = _training(given, parser)
+    _check_output("--output", given.output, parser)
     if given.picture is not None:
         _check_picture(given.picture, parser)
+        _check_output("--picture", given.picture, parser)
     try:
-        plan = plan_of_config(budget=given.budget, shapes_only=given.shapes_only, **training)
+        with _only_json(given):
+            plan = plan_of_config(budget=given.budget, shapes_only=given.shapes_only, **training)
     except UnreadableConfigError as error:
         parser.error(str(error))
     except MemoryBudgetError as error:
@@ -76,8 +81,10 @@ def _report(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     from lightning_memopt.training_config import UnreadableConfigError
 
     training = _training(given, parser)
+    _check_output("--output", given.output, parser)
     try:
-        before, after, plan = steps_of_config(budget=given.budget, **training)
+        with _only_json(given):
+            before, after, plan = steps_of_config(budget=given.budget, **training)
     except UnreadableConfigError as error:
         parser.error(str(error))
     except (MemoryBudgetError, NoStepError) as error:
@@ -91,13 +98,33 @@ def _report(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         console = _console()
         console.print(comparison_table(before, after, title=title))
         for sentence in report_summary(before, after):
-            console.print(sentence)
+            console.print(sentence, markup=False)
     print(f"The report is in {page}", file=sys.stderr)
 
 
 def _console() -> Console:
     """The terminal; where the output goes into a file or a pipe, lines that are wider than rich's 80 columns."""
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
+
+
+def _only_json(given: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Where JSON is asked for, what the model and the data print meanwhile goes beside it."""
+    return contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext()
+
+
+def _check_output(option: str, path: Path, parser: argparse.ArgumentParser) -> None:
+    """Refuse, before anything runs, a file that could not be written at the end."""
+    if path.is_dir():
+        parser.error(f"{option} {path} is a folder; give it the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            with path.open("ab"):
+                pass
+    except OSError as error:
+        parser.error(f"{option} {path} cannot be written: {error}")
 
 
 def _check_picture(picture: Path, parser: argparse.ArgumentParser) -> None:
@@ -214,7 +241,7 @@ def steps_of_config(
     from lightning_memopt.callbacks import MeasuredStep, MemoryOptimization
     from lightning_memopt.training_config import fit_quietly, read_training
 
-    def measured(*, planned: bool) -> tuple[StepMemory, Plan | None]:
+    def measured(*, planned: bool) -> tuple[StepMemory, Plan | None] | None:
         kept = MemoryOptimization if planned and budget is None else None
         trainer, module, datamodule = read_training(
             config, model=model, data=data, cli=cli, accelerator=accelerator, max_epochs=-1, kept_callback=kept
@@ -224,6 +251,8 @@ def steps_of_config(
         step = MeasuredStep()
         trainer.callbacks.append(step)
         optimizations = [callback for callback in trainer.callbacks if isinstance(callback, MemoryOptimization)]
+        if planned and not optimizations:
+            return None
         for callback in optimizations:
             callback.verbose = False  # the report shows the plan
         fit_quietly(trainer, module, datamodule)
@@ -231,14 +260,20 @@ def steps_of_config(
             raise NoStepError("No step could be measured: the data has no batch, or the training ended in its first.")
         return step.memory, optimizations[0].plan if optimizations else None
 
-    first, plan = measured(planned=True)
-    if plan is None:
-        return first, None, None
-    gc.collect()  # what the first training left in reference cycles is not the second one's memory
+    # The plain step first: a treated model whose neurons were not reset after their last step leaves something behind.
+    plain, too_large = None, None
     try:
-        return measured(planned=False)[0], first, plan
-    except torch.OutOfMemoryError:
-        return first, None, plan
+        plain = measured(planned=False)
+    except torch.OutOfMemoryError as error:
+        too_large = error.with_traceback(None)  # it would hold the tensors that filled the memory
+    gc.collect()  # what the first training left in reference cycles is not the second one's memory
+    treated = measured(planned=True)
+    if treated is None:
+        if plain is None:
+            assert too_large is not None
+            raise too_large
+        return plain[0], None, None
+    return (treated[0], None, treated[1]) if plain is None else (plain[0], *treated)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -182,6 +182,23 @@ def test_sizes_for_which_memory_runs_out_are_too_large() -> None:
         find_batch_size(dense(), lambda model, _: forward(model, 6), "1GiB")
 
 
+def test_where_the_device_has_less_than_the_budget_its_largest_batch_is_found_by_bisection() -> None:
+    steps = Steps(1.0, budget=10**9)
+    observed: list[int] = []
+
+    def observe(size: Any) -> Seen | None:
+        observed.append(size)
+        return Seen(ObservedStep(step_of(size), {}, 0, 0), steps.budget, 0) if size < 3000 else None
+
+    steps.observe_if_possible = observe  # type: ignore[method-assign, assignment]
+    steps.measure = lambda *_: [Profile(1)]  # type: ignore[method-assign]
+    size, _ = searched(steps, largest=10**6)
+    assert 0.99 * 3000 <= size < 3000
+    # Halving the factor of 62,500 until it is 1.01 takes 11 steps; and each measured step asks for one size more.
+    assert len(observed) <= 2 + 1 + 11 + 2 * MOST_STEPS
+    assert len(set(observed)) == len(observed)
+
+
 def test_an_error_of_the_forward_is_raised_and_changes_nothing() -> None:
     model = dense()
     before = Unchanged(model)
@@ -231,6 +248,7 @@ class Steps:
     def __init__(self, factor: float, budget: int) -> None:
         self.factor = factor
         self.budget = budget
+        self.old_gradient_bytes = 0
         self.measured: list[int] = []
 
     def observe_if_possible(self, size: Any) -> Seen:

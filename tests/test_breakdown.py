@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_memopt import checkpoint_module, measure_memory
@@ -205,7 +207,8 @@ def test_gradients_of_a_weight_that_is_used_several_times_take_what_they_take_un
 def test_gradients_that_are_sparse_meet_while_they_are_watched() -> None:
     model, tokens = nn.Embedding(128, C, sparse=True), torch.randint(128, (8, 4))
     report = measure_memory(lambda: (model(tokens).sum() + model(tokens.t()).sum()).backward(), device=CPU, model=model)
-    assert report.breakdown is not None and model.weight.grad is not None
+    assert report.breakdown is not None
+    assert model.weight.grad is not None
     assert report.breakdown.at("backward end").gradients >= model.weight.grad._values().nbytes
 
 
@@ -513,3 +516,48 @@ def test_on_a_device_whose_allocator_counts_the_rest_is_other_and_workspaces_are
     assert counted.peak.total_bytes == bare.peak.total_bytes + 5000 + 700
     assert counted.at("forward end").total_bytes == bare.at("forward end").total_bytes + 5000
     assert allocator.resets > 20
+
+
+def _per_sample_loss(model: nn.Module, parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+    return torch.func.functional_call(model, parameters, (sample[None],)).square().sum()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "jvp", "hessian"])
+def test_a_step_with_function_transforms_is_measured_as_it_runs_unwatched(transform: str) -> None:
+    model, data, large = Net(1), torch.rand(4, C), torch.rand(512, C)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loss = functools.partial(_per_sample_loss, model)
+    transforms: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(loss)(parameters, data[0]),
+        "vmap of grad": lambda: torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, data),
+        "jvp": lambda: torch.func.jvp(model, (data,), (data,)),
+        "hessian": lambda: torch.func.hessian(lambda sample: loss(parameters, sample))(data[0]),
+    }
+    results: list[Tensor] = []
+
+    def step() -> None:
+        results[:] = tree_leaves(transforms[transform]())
+        model(large).sum().backward()  # is watched again
+
+    step()
+    plain = [result.clone() for result in results]
+    measured = measure_memory(step, model=model, device="cpu")
+    assert measured.breakdown is not None
+    assert measured.breakdown.at("forward end").activations_by_module["blocks.0.gelu"] >= len(large) * C * 4
+    for ours, theirs in zip(results, plain, strict=True):
+        assert torch.equal(ours, theirs)
+    step()  # nothing is left behind
+
+
+def test_hooks_of_others_are_refused_by_function_transforms_as_ever() -> None:
+    model, data = Net(1), torch.rand(4, C)
+
+    def step() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            torch.func.grad(lambda sample: model(sample).sum())(data)
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        step()
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        measure_memory(step, model=model, device="cpu")
+    torch.func.grad(lambda sample: model(sample).sum())(data)

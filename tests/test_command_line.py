@@ -92,6 +92,9 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
         (["plan", "--config", "missing.yaml", "--budget", "1GiB"], "there is no such file"),
         (["plan", "--config", __file__, "--budget", "plenty"], "memory_budget is 'plenty'"),
         (["plan", "--config", __file__, "--budget", "80%"], "without memory of its own"),
+        (["plan", "--config", __file__, "--budget", "60"], "60 is a number of bytes"),
+        (["plan", "--config", __file__, "--budget", "1GiB", "--picture", "plan.xyz"], "suffix '.xyz'"),
+        (["plan", "--config", __file__, "--budget", "1GiB", "--picture", "plan"], "no suffix"),
         (["plan", "--config", __file__, "--budget", "1GiB", "--model", "nowhere.Model"], "no class 'nowhere.Model'"),
         (["plan", "--config", __file__, "--budget", "1GiB", "--model", "math.pi"], "is no class"),
     ],
@@ -102,4 +105,7 @@ def test_wrong_arguments_end_with_a_message(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    # The usage is that of the command that was given.
+    assert said.startswith(f"usage: python -m lightning_memopt {' '.join(arguments[:1])}".rstrip())

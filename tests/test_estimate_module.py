@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,8 @@ class Manual(Lit):
         (nn.LazyLinear(2), torch.zeros(1, 2), {}, ValueError, "lazy parameters"),
         ("gpt", torch.zeros(1, 2), {}, TypeError, "takes a torch.nn.Module or a function that makes one; got 'gpt'"),
         (lambda: 3, torch.zeros(1, 2), {}, TypeError, "returned 3"),
+        (nn.Linear(2, 2), torch.zeros(1, 2), {"device": "mps"}, ValueError, "accepted are 'cuda', 'cpu'"),
+        (nn.Linear(2, 2), torch.zeros(1, 2), {"device": "gpu"}, ValueError, "accepted are 'cuda', 'cpu'"),
         (Manual(), (torch.zeros(1, 2),), {}, ValueError, "optimizes manually"),
     ],
 )
@@ -236,7 +240,7 @@ def test_bad_input_is_answered_with_what_is_accepted(
     module: Any, example: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        estimate_module(module, example, device="cpu", **arguments)
+        estimate_module(module, example, **{"device": "cpu", **arguments})
 
 
 def test_the_documented_estimate_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,10 +252,131 @@ def test_the_documented_estimate_runs_as_written(capsys: pytest.CaptureFixture[s
     assert 8 * 68.7e9 <= int(capsys.readouterr().out.split()[0]) * 2**30 < 9 * 68.7e9
 
 
-def test_a_step_that_reads_values_is_refused_with_what_to_do() -> None:
+READERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * x.sum().item(),
+    lambda x: x[x > 0],
+    lambda x: x * float(x.detach().numpy().sum()),
+    lambda x: x * torch.bincount(x.detach().long()).max(),
+    lambda x: x * x.detach().unique().numel(),
+]
+
+
+@pytest.mark.parametrize("reads", READERS)
+def test_a_step_that_reads_values_is_refused_with_what_to_do(
+    reads: Callable[[Tensor], Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
     class Reading(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * x.sum().item()
+            return reads(x)
 
     with pytest.raises(ValueError, match=r"reads a value of a tensor .* measure_memory"):
         estimate_module(Reading(), torch.zeros(3, requires_grad=True), device="cpu")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class Indexed(Lit):
+    """Its step takes the index of the batch under another name."""
+
+    seen: Any = None
+
+    def training_step(self, batch: Any, idx: int) -> Tensor:  # type: ignore[override]
+        type(self).seen = idx
+        return super().training_step(batch, idx)  # type: ignore[return-value]
+
+
+class Variadic(Lit):
+    seen: Any = None
+
+    def training_step(self, *arguments: Any) -> Tensor:  # type: ignore[override]
+        type(self).seen = arguments[1]
+        return super().training_step(*arguments)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [Indexed, Variadic])
+def test_the_index_of_the_batch_is_passed_by_position(kind: type[Any]) -> None:
+    _, *batch = transformer()
+    plain = estimate_module(Lit(), tuple(batch), device="cpu")
+    assert estimate_module(kind(), tuple(batch), device="cpu").peak == plain.peak
+    assert kind.seen == 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    tensors: tuple[Tensor, Tensor]
+    name: str = "a"
+
+
+def test_a_batch_may_be_a_dataclass() -> None:
+    def of_sample(model: nn.Module, sample: Any) -> Tensor:
+        return loss(model, (sample[0] if isinstance(sample, list) else sample).tensors)
+
+    model, *batch = transformer()
+    plain = estimate_module(model, tuple(batch), loss=loss, device="cpu")
+    for sample in (Sample(tuple(batch)), [Sample(tuple(batch))]):  # type: ignore[arg-type]
+        assert estimate_module(model, sample, loss=of_sample, device="cpu").peak == plain.peak
+    assert plain.peak.inputs == 2 * 8 * 32 * 64
+
+
+def test_layers_that_come_with_configure_model_are_counted() -> None:
+    class Late(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: nn.Module | None = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = nn.Linear(64, 8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert self.net is not None
+            return self.net(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    module = Late()
+    step = estimate_module(module, torch.zeros(4, 64), precision="bf16-true", device="cpu")
+    assert step.peak.parameters == 2 * (64 * 8 + 8)
+    assert module.net is None
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.tables = {"a": {"b": {"c": {"d": torch.rand(8)}}}}
+        self.weight = nn.Parameter(torch.rand(8))
+        self.generator = torch.Generator().manual_seed(7)
+
+
+def test_what_plain_objects_hold_is_copied() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.helper = nn.Linear(64, 8), Helper()
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand(8, generator=self.helper.generator)
+            return self.linear(x) * self.helper.tables["a"]["b"]["c"]["d"] * self.helper.weight + noise
+
+    module = Holding()
+    state = module.helper.generator.get_state()
+    step = estimate_module(module, torch.zeros(4, 64), device="cpu")
+    assert step.peak.parameters == 4 * (64 * 8 + 8 + 8)
+    assert torch.equal(module.helper.generator.get_state(), state)
+    assert module.helper.weight.grad is None
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the attribute 'lock' of the module '0' cannot be copied"):
+        estimate_module(model, torch.zeros(1, 2), device="cpu")
+
+
+def test_a_recurrent_layer_is_said_to_be_estimated_too_low() -> None:
+    model = nn.ModuleDict({"encoder": nn.LSTM(4, 8)})
+
+    def value(model: nn.Module, batch: Tensor) -> Tensor:
+        return model["encoder"](batch)[0].sum()  # type: ignore[index]
+
+    with pytest.warns(UserWarning, match="oneDNN keeps for the backward pass of encoder"):
+        estimate_module(model, torch.zeros(3, 2, 4), loss=value, device="cpu")

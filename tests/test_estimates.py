@@ -83,14 +83,14 @@ def saved_bytes(network: Decoder) -> int:
     known = {t.untyped_storage()._cdata for t in (*network.parameters(), *network.buffers(), tokens)}
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         # The kernels' random numbers: 24 bytes.
         if storage._cdata not in known and tensor.dtype != torch.uint64:
             storages[storage._cdata] = storage
-        return tensor
+        # Not the tensor: an output that its own node saves would keep itself alive.
 
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(note, lambda _: None):
         network.loss(tokens, tokens)
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -312,6 +312,19 @@ def test_nothing_is_suggested_that_does_not_work_or_is_done() -> None:
     assert "batch_size=0, accumulate_grad_batches=2" not in found
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "change"),
+    [
+        (6, "batch_size=3, accumulate_grad_batches=4"),
+        (9, "batch_size=3, accumulate_grad_batches=6"),
+        (7, "batch_size=1, accumulate_grad_batches=14"),
+    ],
+)
+def test_a_smaller_batch_keeps_the_effective_one(batch_size: int, change: str) -> None:
+    model = replace(MODELS["llama"], batch_size=batch_size)
+    assert change in {each.change for each in suggest(model, accumulate_grad_batches=2)}
+
+
 def test_estimates_are_read_back_from_json() -> None:
     estimate = estimate_memory(MODELS["llama"], precision="bf16-mixed")
     assert MemoryEstimate.from_json(estimate.to_json()) == estimate
@@ -336,6 +349,9 @@ def test_estimates_are_read_back_from_json() -> None:
         ({"heads": 5}, r"heads=5 do not divide width=64; accepted are 1, 2, 4, 8, 16, 32, 64"),
         ({"kv_heads": 3}, r"kv_heads=3 do not divide heads=4; accepted are 1, 2, 4"),
         ({"dropout": 1.5}, r"dropout=1.5 .*probability"),
+        ({"dropout": "0.1"}, r"dropout='0.1' .*probability"),
+        ({"gated": "no"}, r"gated='no' .*True, False"),
+        ({"bias": 1}, r"bias=1 .*True, False"),
         ({"norm": "batch"}, r"norm='batch' .*'layernorm', 'rmsnorm', 'rmsnorm-float32'"),
         ({"heads": 64, "positions": "rotary"}, r"width / heads = 1 is odd"),
     ],
@@ -352,6 +368,8 @@ def test_an_impossible_model_is_answered_with_what_is_accepted(change: dict[str,
         ({"strategy": "deepspeed"}, r"strategy='deepspeed' .*'fsdp_full_shard'"),
         ({"checkpointing": "half"}, r"'keep', 'recompute_cheap', 'recompute'"),
         ({"device": "tpu"}, r"'cuda', 'cpu'"),
+        ({"fused": "yes"}, r"fused='yes' .*True, False"),
+        ({"sequence_parallel": 1}, r"sequence_parallel=1 .*True, False"),
         ({"devices": 0}, r"devices=0 .*whole number from 1 on"),
         ({"devices": 4, "tensor_parallel": 3}, r"tensor_parallel=3 does not divide devices=4"),
         ({"devices": 8, "tensor_parallel": 8}, r"does not divide heads=4, kv_heads=4; accepted .* 1, 2, 4"),
@@ -396,7 +414,9 @@ def test_fused_attention_with_dropout_is_not_guessed_on_the_cpu() -> None:
         estimate_memory(Transformer(**SMALL, dropout=0.1), device="cpu")
 
 
-def test_the_command_line_estimates_and_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_estimates_and_suggests(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = ["--vocabulary", "320", "--width", "64", "--layers", "3", "--heads", "4", "--sequence-length", "32"]
     main(["estimate", *sizes, "--batch-size", "3", "--precision", "bf16-mixed", "--json"])
     printed = MemoryEstimate.from_json(capsys.readouterr().out)
@@ -408,8 +428,14 @@ def test_the_command_line_estimates_and_suggests(capsys: pytest.CaptureFixture[s
     expected = suggest(TRANSFORMERS["gpt2"], devices=2)
     assert [each["saves_bytes"] for each in content["suggestions"]] == [each.saves_bytes for each in expected]
     assert content["suggestions"][0]["price"] == "nothing"
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["suggest", "gpt2", "--devices", "2"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[1:])) <= 80
+    # What to set is there whole, on one line, also in a console of 80 columns.
+    assert all(each.change in shown and str(each).startswith(f"{each.change}: saves ") for each in expected)
     main(["suggest", "gpt2"])
-    assert "caveat" in capsys.readouterr().out
+    assert "one more forward pass" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import itertools
 import json
 import re
@@ -143,6 +144,47 @@ def test_names_are_text_whatever_is_in_them(tmp_path: Path) -> None:
     assert "script" not in {tag for tag, _ in page.elements}
     assert f"blocks.*.{name}" in page.texts("td")
     assert f"blocks.0.{name}: 2.0 MiB" in page.texts("title")
+
+
+@pytest.mark.parametrize("name", ["[/INST]", "[bold]", "[red]x", "a[/]"])
+def test_names_and_titles_in_brackets_are_no_markup(name: str, tmp_path: Path) -> None:
+    moment = MemoryBreakdown(activations=8, activations_by_module={f"{name}.0": 8})
+    estimate = MemoryEstimate((MemoryPhase(name, moment),), moment, "forward", subject=name)
+    page = write_report(tmp_path / "report.html", estimate, title=name).read_text("utf-8")
+    assert f"<h1>{name}</h1>" in page
+    assert f"<td>{name}.*</td>" in page
+    assert page.count(name) >= 5  # the column of the moment and its bar as well
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in (comparison_table(estimate, title=name), estimate.table(), moment.table(name)):
+        console.print(table)
+        assert name in console.export_text()
+
+
+def test_modules_too_deep_for_boxes_are_one_with_the_box_around_them(tmp_path: Path) -> None:
+    sizes = {".".join(["m"] * depth): 100 for depth in range(1, 600)}
+    tree = module_tree(sizes)
+    assert tree.total_bytes == 100 * 599
+    moment = MemoryBreakdown(activations=100 * 599, activations_by_module=sizes)
+    assert Page(write_report(tmp_path / "report.html", MemoryEstimate((), moment, "forward")).read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"before": 5}, "'before' is a StepMemory.*got int"),
+        ({"before": None}, "'before' is a StepMemory.*got NoneType"),
+        ({"after": MemoryBreakdown()}, "'after' is a StepMemory.*got MemoryBreakdown"),
+        ({"title": 3}, "title of a report is text; got 3"),
+        ({"plan": "plan.json"}, r"is a Plan.*got str.*Plan\.load"),
+    ],
+)
+def test_arguments_of_another_type_are_answered_with_what_is_accepted(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = {"before": MemoryEstimate((), MemoryBreakdown(parameters=1), "forward"), **arguments}
+    with pytest.raises(TypeError, match=message):
+        write_report(tmp_path / "report.html", **given)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_table_of_the_page_is_the_table_of_the_terminal_and_has_the_measured_bytes(tmp_path: Path) -> None:

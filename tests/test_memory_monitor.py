@@ -451,6 +451,20 @@ def test_every_nth_step_is_broken_down_and_the_parts_add_up_to_its_peak(tmp_path
     assert at_end.inputs == BATCH * 8 * 4
 
 
+def test_a_training_with_function_transforms_is_broken_down(tmp_path: Path) -> None:
+    class Meta(AdamNet):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            def inner(x: torch.Tensor) -> torch.Tensor:
+                return self.layers(x).square().mean()
+
+            return inner(batch[0] - torch.func.grad(inner)(batch[0]))
+
+    monitor = MemoryMonitor(breakdown_every_n_steps=2)
+    _trainer(tmp_path, monitor).fit(Meta())
+    assert monitor.breakdown is not None
+    assert monitor.breakdown.at("forward end").activations > 0
+
+
 def test_of_micro_batches_the_one_with_the_highest_peak_is_shown(tmp_path: Path) -> None:
     monitor = MemoryMonitor(breakdown_every_n_steps=1)
     trainer = _trainer(tmp_path, monitor, accumulate_grad_batches=3)
@@ -574,7 +588,7 @@ class LbfgsNet(Net):
     """The optimizer collects a history of many steps."""
 
     def __init__(self) -> None:
-        super().__init__(batches=12, hidden=2**13)
+        super().__init__(batches=12, hidden=2**11)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
@@ -610,7 +624,7 @@ class GrowingSequences(Net):
         lambda: Logging(detach=True),
         lambda: Spiking(reset=True),
         AdamNet,
-        lambda: Net(batches=40),
+        lambda: Net(batches=12),
         Collecting,
         LbfgsNet,
         lambda: GrowingSequences(Sequences),
@@ -630,6 +644,7 @@ def test_growth_with_the_shapes_is_no_leak_and_growth_that_nobody_explains_is_sa
     assert [watch.see(MIB * i, ((i, 8),), {}) for i in range(20)] == [None] * 20
     assert [watch.see(MIB * (i % 3), ((4, 8),), {}) for i in range(20)] == [None] * 20
     assert [watch.see(MIB + 1000 * i, ((4, 8),), {}) for i in range(20)] == [None] * 20
+    assert watch.see(1000 * MIB, ((5, 8),), {}) is None
     assert [watch.see(1000 * MIB + MIB // 8 * i, ((4, 8),), {}) for i in range(7)] == [None] * 7
     found = [watch.see(MIB * i, ((4, 8),), {"net": nn.Linear(2, 2)}) for i in range(20)]
     assert sum(sentence is not None for sentence in found) == 1
@@ -741,6 +756,26 @@ def test_the_phase_is_the_one_that_was_running(tmp_path: Path) -> None:
     folder.mkdir()
     _, report, _ = _run_out(folder, Checkpointed(), 32 * MIB)
     assert report.startswith("Out of memory in the backward")
+
+
+@pytest.mark.usefixtures("patient")
+def test_of_an_optimizer_step_that_ran_out_of_memory_nothing_of_the_batch_is_advised(tmp_path: Path) -> None:
+    class Wide(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64))
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(TensorDataset(torch.rand(16, 64)), batch_size=4)
+
+    _, report, (message,) = _run_out(tmp_path, Wide(), 10 * MIB)  # gradients of 4 MiB, then moments of 8
+    assert report.startswith("Out of memory in the optimizer step")
+    assert "`fused=True` of the optimizer takes its step without temporaries: from " in message
+    advised = report.partition("What would need less")[2]
+    assert "AdamW8bit" in advised
+    assert "Nothing of the batch is alive" in advised
+    assert "accumulate_grad_batches" not in report
+    assert "MemoryOptimization" not in report
 
 
 def test_an_estimate_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,10 @@ def test_the_plan_of_a_fake_model_is_that_of_the_real_one_and_keeps_its_budget(
     assert plan.digest() == expected.digest()
     assert plan.predicted_peak_bytes == pytest.approx(expected.predicted_peak_bytes - others, rel=1e-3)
     assert plan.peak_bytes_after == pytest.approx(expected.peak_bytes_after - others, rel=1e-3)
+    assert plan.from_shapes
+    assert not expected.from_shapes
+    assert not any(plan.alive.measured_bytes)
+    assert any(expected.alive.measured_bytes)
 
     # Another real model takes it as it is.
     plain, forward = made(make)
@@ -418,3 +422,15 @@ def test_the_command_line_plans_from_shapes_alone(tmp_path: Path) -> None:
     # Two blocks of 12 width^2 weights in bfloat16, their gradients, and two moments of each.
     assert plan.reserved_bytes > 2 * 2 * 12 * 12288**2 * 2
     assert plan.peak_bytes_after + plan.reserved_bytes <= plan.memory_budget
+
+
+@pytest.mark.filterwarnings("error:Using a target size:UserWarning")
+def test_a_warning_that_is_an_error_stays_what_it_is() -> None:
+    model, _ = made(small, fake=True)
+
+    def forward(model: nn.Module) -> Tensor:
+        return nn.functional.mse_loss(model(torch.randn(32, 64)), torch.zeros(32, 1))
+
+    with pytest.raises(UserWarning, match="target size"):
+        planned(model, forward, "1 GiB")
+    assert applied_plan(model) is None

@@ -51,7 +51,7 @@ def test_a_share_of_a_cpu_is_refused_with_what_to_give_instead() -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", ["", "GiB", "12", "12Gi", "12 parsecs", "1e9B", "-1GiB", "1,5GB", "nan%", "12GiB 3MiB"]
+    "budget", ["", "GiB", "12", "12Gi", "12 parsecs", "1e9B", "-1GiB", "1,5GB", "nan%", "12GiB 3MiB", "9" * 5000 + "B"]
 )
 def test_what_cannot_be_read_is_answered_with_what_can(budget: str) -> None:
     with pytest.raises(ValueError, match=r'memory_budget is .*an int of bytes.*GiB.*"80%"'):
@@ -62,6 +62,13 @@ def test_what_cannot_be_read_is_answered_with_what_can(budget: str) -> None:
 def test_less_than_a_byte_is_no_budget(budget: int | str) -> None:
     with pytest.raises(ValueError, match="less than one byte"):
         budget_bytes(budget, device_bytes=GIB)
+
+
+@pytest.mark.parametrize("budget", [2**63, 10**5000, "1" + 30 * "0" + "GiB"], ids=["a bit", "digits", "text"])
+def test_more_than_any_device_has_is_no_budget(budget: int | str) -> None:
+    assert budget_bytes(2**63 - 1) == 2**63 - 1
+    with pytest.raises(ValueError, match=r"2\*\*63 bytes or more, which no device has\. Give an int of bytes"):
+        budget_bytes(budget)
 
 
 def test_more_than_the_device_has_is_no_share() -> None:

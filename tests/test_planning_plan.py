@@ -78,6 +78,8 @@ class TestFiles:
             (lambda c: c["regions"][0].update(compressor="zip"), "RegionPlan.compressor cannot be 'zip'"),
             (lambda c: c["regions"][0].update(chunks=0), "RegionPlan.chunks cannot be 0"),
             (lambda c: c["regions"][0].update(chunks=True), "RegionPlan.chunks cannot be True"),
+            (lambda c: c["regions"][0].update(treatment="keep", chunks=2), "'0' is kept as it is, so it has no chunks"),
+            (lambda c: c["regions"][0].update(treatment="keep", cheap_chunks=1), "'0' is kept as it is.*cheap_chunks"),
             (lambda c: c["regions"][0].update(chunked_args=[0.5]), "RegionPlan.chunked_args cannot be"),
             (lambda c: c["regions"][0].update(input_bytes="many"), "RegionPlan.input_bytes cannot be 'many'"),
             (lambda c: c.update(level=7), "Plan.level cannot be 7"),
@@ -129,6 +131,17 @@ class TestFiles:
         del content["digest"]
         assert Plan.from_json(json.dumps(content)).regions[0].path == "1"
 
+    def test_a_byte_order_mark_as_editors_write_it_is_no_part_of_the_plan(self, tmp_path: Path) -> None:
+        plan = Plan(regions=(RegionPlan("0", "Linear", "recompute", "why"),))
+        path = tmp_path / "plan.json"
+        path.write_text(plan.to_json(), encoding="utf-8-sig")
+        assert Plan.load(path) == plan
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000], ids=["nested", "digits"])
+    def test_what_json_cannot_hold_is_no_valid_json(self, text: str) -> None:
+        with pytest.raises(ValueError, match="This is not a plan: it is no valid JSON"):
+            Plan.from_json(text)
+
     @pytest.mark.parametrize("text", ["", "nothing", "[]", '"plan"', "{}"])
     def test_what_is_no_plan_is_called_no_plan(self, text: str) -> None:
         with pytest.raises(ValueError, match="This is not a plan"):
@@ -158,7 +171,7 @@ regions = st.builds(
     saved_bytes=st.none() | st.integers(0),
     forward_ms=st.none() | st.floats(0, 1e6),
     added_time=st.none() | st.floats(0, 1e6),
-)
+).map(lambda region: dataclasses.replace(region, chunks=1) if region.treatment == "keep" else region)
 
 
 @st.composite
@@ -353,16 +366,23 @@ class TestTable:
     def test_on_80_columns_neither_names_nor_treatments_nor_sizes_are_broken(self) -> None:
         reason = "keep would move 12.1 MiB less, but the backward of layers.11 would take 3.2 MiB more than the budget"
         blocks = RegionPlan("", "TransformerEncoderLayer", "recompute", reason, "bit", (0,), input_bytes=1)
-        blocks = dataclasses.replace(blocks, stored_bytes=2**37, saved_bytes=2**37, added_time=9.0)
+        blocks = dataclasses.replace(blocks, stored_bytes=2**33, saved_bytes=2**33, added_time=9.0)
         partly = dataclasses.replace(blocks, path="head", treatment="recompute_cheap", compressor=None, reason="why")
-        layers = (dataclasses.replace(blocks, path=f"model.layers.{i}.attention") for i in range(2))
-        plan = Plan((*layers, partly), memory_budget=2**38, peak_bytes_after=2**37, time_unit="ms", plain_time=90.0)
+        layers = (dataclasses.replace(blocks, path=f"layers.{i}.attention") for i in range(2))
+        plan = Plan((*layers, partly), memory_budget=2**34, peak_bytes_after=2**33, time_unit="ms", plain_time=90.0)
         console = Console(width=80)
         with console.capture() as capture:
             console.print(plan.table())
         lines = capture.get().splitlines()
         assert max(map(len, lines)) <= 80
-        for unbroken in ("model.layers.1.attention"[:22], "recompute, 1-bit inputs", "recompute_cheap", "131072.0", "+10.0%"):
+        for unbroken in (
+            "layers.1.attention",
+            "recompute, 1-bit inputs",
+            "recompute_cheap",
+            "TransformerEncoderLayer",
+            "8192.0",
+            "+10.0%",
+        ):
             assert any(unbroken in line for line in lines), unbroken
         # The words of the reason stay whole as well.
         assert set(reason.split()) <= set(" ".join(lines).split())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_totals_are_written_above_the_bars_and_sizes_into_parts_that_have_room()
 
 
 def test_the_legend_names_the_consumers_that_are_there_in_the_order_of_the_stack() -> None:
-    axes = plot_breakdown({"before": BEFORE, "after": AFTER}, budget=64 * MIB).axes[0]
+    axes = plot_breakdown({"before": BEFORE, "after": AFTER}, budget="64 MiB").axes[0]
     legend = axes.get_legend()
     assert legend is not None
     names = [text.get_text() for text in legend.get_texts()]
@@ -85,3 +86,9 @@ def test_steps_are_curves_where_one_of_them_does_not_say_who_held_its_bytes(meas
     figure = plot_timeline({"measured": measured, "plain": plain})
     assert len(figure.axes) == 1
     assert not figure.axes[0].collections
+
+
+@pytest.mark.parametrize(("given", "found"), [(BEFORE, "MemoryBreakdown"), ({"a": 3}, "a mapping to int")])
+def test_what_is_no_mapping_of_breakdowns_is_refused(given: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=f"label to MemoryBreakdown.*got {found}"):
+        plot_breakdown(given)

@@ -80,7 +80,7 @@ def test_no_reports_and_reports_without_a_timeline_are_refused() -> None:
 
 def test_the_budget_is_a_line_across_the_step_and_always_in_sight() -> None:
     after = _report((0.0, MIB), (1.0, 3 * MIB), (2.0, MIB))
-    axes = plot_timeline({"after": after}, budget=8 * MIB).axes[0]
+    axes = plot_timeline({"after": after}, budget="8MiB").axes[0]
     line = next(line for line in axes.get_lines() if line.get_label() == "budget 8.0 MiB")
     assert list(line.get_ydata()) == [8.0, 8.0]
     assert axes.get_ylim()[1] > 8.0

@@ -473,3 +473,33 @@ def test_outputs_may_have_their_backward_passes_one_after_the_other(treatment: A
             backward_of_outputs(outputs[place])
     for one, other in zip(plain.parameters(), treated.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Branches(nn.Module):
+    """Two branches of one output; they share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh() + self.second(x).tanh()
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
+def test_branches_of_one_output_may_have_their_gradients_one_after_the_other(
+    treatment: str, order: tuple[str, str]
+) -> None:
+    torch.manual_seed(0)
+    plain = Branches()
+    treated = checkpoint_module(copy.deepcopy(plain), **TREATMENTS[treatment])
+    x = torch.randn(16, SAMPLES, FEATURES)
+    found: list[list[Tensor]] = []
+    for model in (plain, treated):
+        y = model(x).sum()
+        found.append([torch.autograd.grad(y, getattr(model, name).weight)[0] for name in order])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, getattr(model, order[0]).weight)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))

@@ -539,6 +539,28 @@ def test_time_chunks_of_a_tensor_subclass_get_its_gradients() -> None:
     assert torch.equal(x.grad.as_subclass(Tensor), plain.grad.as_subclass(Tensor))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("cheap_chunks", [0, 1])
+def test_a_batch_of_gradients_goes_through_time_chunks_at_once(cheap_chunks: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    treated = checkpoint_module(copy.deepcopy(plain), chunks=4, cheap_chunks=cheap_chunks)
+    start, directions = torch.rand(8, 2, 4), torch.rand(3, 8, 2, 4)
+    found: list[Tensor] = []
+    for layer in (plain, treated):
+        x = start.clone().requires_grad_()
+        found += torch.autograd.grad(layer(x), x, directions, is_grads_batched=True)
+    assert found[0].shape == (3, 8, 2, 4)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6 * float(found[0].abs().max()))
+
+
+def test_a_batch_of_gradients_is_zero_where_no_piece_has_one() -> None:
+    x = torch.arange(6.0).view(6, 1).requires_grad_()
+    directions = torch.rand(3, 6, 1)
+    y = chunked(lambda piece: piece * 2 if piece[0] == 0 else piece.detach() * 2)(x)
+    (gradients,) = torch.autograd.grad(y, x, directions, is_grads_batched=True)
+    assert torch.equal(gradients, directions * torch.tensor([2.0, 2, 0, 0, 0, 0]).view(6, 1))
+
+
 class Fails(torch.autograd.Function):
     """Its backward fails."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
 
 from lightning_memopt.cli import main
 from lightning_memopt.measuring.consumers import MemoryEstimate
@@ -48,6 +49,8 @@ def test_a_configuration_with_the_callback_is_shown_before_and_after_it(
     assert before.peak.optimizer_state == after.peak.optimizer_state >= 2 * before.peak.parameters
     assert after.at("forward end").activations < 0.25 * before.at("forward end").activations
     assert after.peak_bytes < before.peak_bytes
+    # And nothing of one is alive in the other: only the data are.
+    assert before.peak.other == after.peak.other
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A small GPT</h1>" in page
     assert "<h2>The plan</h2>" in page
@@ -95,6 +98,35 @@ def test_what_cannot_be_shown_ends_with_status_1(
     assert ended.value.code == 1
     assert message in capsys.readouterr().err
     assert not page.exists()
+
+
+def test_what_the_model_prints_does_not_mix_with_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = Trainer.fit
+
+    def talkative(*arguments: Any, **named: Any) -> Any:
+        print("downloading")
+        return fit(*arguments, **named)
+
+    monkeypatch.setattr(Trainer, "fit", talkative)
+    assert "before" in report(tmp_path, capsys, "--config", config(tmp_path))  # reads the JSON
+    main(["plan", "--config", config(tmp_path), "--budget", "1GiB", "--json", "--output", str(tmp_path / "plan.json")])
+    printed = capsys.readouterr()
+    assert Plan.from_json(printed.out).memory_budget == 2**30
+    assert "downloading" in printed.err
+
+
+@pytest.mark.parametrize("command", [["report"], ["plan", "--budget", "1GiB"]])
+@pytest.mark.parametrize(("output", "message"), [("/proc/no/file", "cannot be written"), (".", "is a folder")])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
+    command: list[str], output: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "fit", None)
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--config", __file__, "--output", output])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,14 @@ from lightning_memopt.checkpointing import (
 )
 from lightning_memopt.checkpointing.parts import PartCall
 from lightning_memopt.measuring import measure_memory
-from lightning_memopt.planning import Plan, RegionPlan, applied_plan, apply_plan, remove_plan
+from lightning_memopt.planning import (
+    Plan,
+    RegionPlan,
+    applied_plan,
+    apply_plan,
+    optimize_memory,
+    remove_plan,
+)
 from tests.equality import assert_optimized_equals_plain, assert_same_tree, backward_of_outputs, call
 from tests.test_recompute import flops, saved_bytes, saved_storages
 from tests.zoo import CASES, C, Case, N, Net, T, spike
@@ -1424,3 +1431,68 @@ def test_expanded_tensors_with_gaps_may_be_saved(treatment: Any) -> None:
     for model in (plain, treated):
         model(torch.zeros(33, 33)).sum().backward()
     assert torch.equal(plain.weight.grad, treated.weight.grad)
+
+
+# A loss on the last step ----------------------------------------------------------------------------------------------
+
+
+class SteppedBlock(nn.Module):
+    """A spiking block that is called once for each time step. What its last step leaves to the state nobody uses."""
+
+    def __init__(self, features: int) -> None:
+        from spikingjelly.activation_based import neuron
+
+        super().__init__()
+        self.product = nn.Linear(features, features)
+        self.norm = nn.Sequential(nn.LayerNorm(features), nn.GELU(), nn.LayerNorm(features), nn.SiLU())
+        self.neuron, self.out = neuron.LIFNode(detach_reset=True), nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.neuron(self.norm(self.product(x))))
+
+
+def loss_of_the_last_step(model: Any) -> Any:
+    from spikingjelly.activation_based import functional
+
+    functional.reset_net(model)
+    y = None
+    for x in torch.randn(4, 1024, model[0].product.in_features):
+        y = model(x)
+    assert y is not None
+    return y.square().mean()
+
+
+def gradients_of_the_last_step(features: int, treat: Callable[[nn.Module], object]) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(SteppedBlock(features) for _ in range(3)))
+    treat(model)
+    for step in range(2):  # regions learn in the first
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss_of_the_last_step(model).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("treatment", [*TREATMENTS, "recompute"])
+def test_a_loss_on_the_last_step_of_a_loop_has_the_gradients_of_the_plain_model(treatment: Any) -> None:
+    def treat(model: Any) -> None:
+        for block in model:
+            checkpoint_module(block, treatment=treatment)
+
+    assert_same_tree(gradients_of_the_last_step(64, lambda model: None), gradients_of_the_last_step(64, treat))
+
+
+def test_so_it_has_within_a_memory_budget() -> None:
+    plain = gradients_of_the_last_step(64, lambda model: None)
+
+    def treat(model: nn.Module) -> None:
+        torch.manual_seed(0)
+        report = measure_memory(lambda: loss_of_the_last_step(model).backward())
+        model.zero_grad()
+        budget = report.peak_bytes - (report.peak_bytes - report.start_bytes) // 20
+        optimize_memory(model, example_forward=loss_of_the_last_step, memory_budget=budget, compress=False)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert plan.treated
+
+    assert_same_tree(plain, gradients_of_the_last_step(64, treat))

@@ -89,7 +89,7 @@ def run_suggest(given: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         print(json.dumps(content, indent=2))
         return
     console = Console()
-    console.print(f"{now.subject}: peak {now.peak_bytes / 2**30:.2f} GiB", soft_wrap=True)
+    console.print(f"{now.subject}: peak {now.peak_bytes / 2**30:.2f} GiB", soft_wrap=True, markup=False)
     console.print(suggestion_table(suggestions))
 
 

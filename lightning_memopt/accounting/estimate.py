@@ -101,6 +101,10 @@ class Training:
             value = getattr(self, name)
             if value not in accepted:
                 raise ValueError(f"{name}={value!r} is not accepted; choose one of {', '.join(map(repr, accepted))}")
+        for name in ("sequence_parallel", "fused", "gradients_in_forward"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not accepted; choose one of True, False")
         for name in ("devices", "devices_per_node", "tensor_parallel", "accumulate_grad_batches"):
             value = getattr(self, name)
             if value is None and name == "devices_per_node":

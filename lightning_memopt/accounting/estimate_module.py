@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import time
 import warnings
@@ -154,8 +155,8 @@ def estimate_module(
             if not _asks_for_values(error):
                 raise
             raise ValueError(
-                f"The step reads values of a tensor ({error}), and an estimate has none. Give estimate_memory a "
-                "`loss` function that reads none, or measure a real step with measure_memory(step, model=...)."
+                f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
+                "`loss` function that does not, or measure a real step with measure_memory(step, model=...)."
             ) from error
     assert report.breakdown is not None
     name = type(made).__name__
@@ -232,7 +233,7 @@ def _reachable(module: nn.Module, memo: Mapping[int, object]) -> Iterator[Tensor
         if isinstance(value, (Tensor, torch.Generator)):
             yield value
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             waiting += value
@@ -359,8 +360,17 @@ def _fake_batch(example: Any, device: torch.device, dtype: torch.dtype | None) -
 
 
 def _mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A batch with other tensors; those of dataclasses, which are no containers to torch, as Lightning moves them."""
-    return tree_map(lambda leaf: apply_to_collection(leaf, Tensor, function, allow_frozen=True), batch)
+    """A batch with other tensors, also in the mappings and dataclasses that are no containers to torch."""
+
+    def mapped(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return apply_to_collection(leaf, Tensor, function)
+        made = copy.copy(leaf)
+        for entry in dataclasses.fields(leaf):
+            object.__setattr__(made, entry.name, _mapped(getattr(leaf, entry.name), function))  # it may be frozen
+        return made
+
+    return tree_map(mapped, batch)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

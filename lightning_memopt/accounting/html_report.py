@@ -59,6 +59,7 @@ def write_report(
         The path.
 
     Raises:
+        TypeError: If an argument is of another type; the message says what is accepted.
         ValueError: If a measured step does not say who held its bytes.
 
     Example:
@@ -73,6 +74,13 @@ def write_report(
         (True, True)
     """
     sides = _sides(before, after)
+    if not isinstance(title, str):
+        raise TypeError(f"the title of a report is text; got {title!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(
+            f"the plan of a report is a Plan, as applied_plan(model) returns it; got {type(plan).__name__}. Read a "
+            "file by Plan.load(path)."
+        )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_page(sides, title, plan), encoding="utf-8")
@@ -160,6 +168,11 @@ def _sides(before: StepMemory | MemoryEstimate, after: StepMemory | MemoryEstima
     given = {"before": before} if after is None else {"before": before, "after": after}
     sides = []
     for label, measured in given.items():
+        if not isinstance(measured, (StepMemory, MemoryEstimate)):
+            raise TypeError(
+                f"the step {label!r} is a StepMemory, as measure_memory(step, model=model) returns it, or a "
+                f"MemoryEstimate, as estimate_memory() does; got {type(measured).__name__}"
+            )
         if isinstance(measured, MemoryEstimate):
             sides.append(_Side(label, measured))
             continue
@@ -231,7 +244,7 @@ def _change(before: int, after: int) -> str:
 
 
 def _comparison(sides: Sequence[_Side], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=None if title is None else Text(title), title_justify="left")  # no markup
     table.add_column("at the peak")
     for side in sides:
         table.add_column(f"{side.label} [MiB]" if len(sides) > 1 else "MiB", justify="right")
@@ -265,7 +278,7 @@ def _kinds(sides: Sequence[_Side]) -> Table:
     for kind in kinds[:_KINDS_SHOWN]:
         sizes = [by_kind.get(kind, 0) for by_kind in by_side]
         count = sum(kind_of(path) == kind for path in paths)
-        table.add_row(kind, str(count), *map(in_mib, sizes), *([_change(*sizes)] if len(sizes) > 1 else []))
+        table.add_row(Text(kind), str(count), *map(in_mib, sizes), *([_change(*sizes)] if len(sizes) > 1 else []))
     if rest := kinds[_KINDS_SHOWN:]:
         sizes = [sum(by_kind.get(kind, 0) for kind in rest) for by_kind in by_side]
         count = sum(kind_of(path) in set(rest) for path in paths)

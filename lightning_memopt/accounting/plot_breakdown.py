@@ -40,6 +40,7 @@ def plot_breakdown(
         The ``matplotlib.figure.Figure``. It belongs to no window and needs no display.
 
     Raises:
+        TypeError: If the breakdowns are something else.
         ValueError: If there are no breakdowns, or the budget is no size.
         ModuleNotFoundError: If matplotlib is not installed.
 
@@ -50,6 +51,13 @@ def plot_breakdown(
         >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
         ['activations', 'parameters']
     """
+    if not isinstance(breakdowns, Mapping) or not all(
+        isinstance(breakdown, MemoryBreakdown) for breakdown in breakdowns.values()
+    ):
+        raise TypeError(
+            "plot_breakdown() takes a mapping of label to MemoryBreakdown, such as {'peak': estimate.peak}; got "
+            f"{_types_of(breakdowns)}"
+        )
     if not breakdowns:
         raise ValueError("plot_breakdown() was given no breakdown; pass {'label': MemoryBreakdown(...)}")
     limit = None if budget is None else budget_bytes(budget)
@@ -94,3 +102,9 @@ def plot_breakdown(
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
     return figure
+
+
+def _types_of(given: object) -> str:
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    return f"a mapping to {', '.join(dict.fromkeys(type(value).__name__ for value in given.values()))}"

@@ -139,11 +139,13 @@ def _changes(model: Transformer, training: Training) -> Iterator[tuple[str, Pric
         shared = replace(training, sequence_parallel=True)
         yield "sequence_parallel=True", "time", model, shared, "norms and dropout have to be parallelized by sequence"
     if model.batch_size > 1:
-        half = replace(model, batch_size=model.batch_size // 2)
-        more = replace(training, accumulate_grad_batches=2 * training.accumulate_grad_batches)
-        caveat = "twice as many passes for a step; the same gradients where the loss is a mean over equal batches"
-        change = f"batch_size={half.batch_size}, accumulate_grad_batches={more.accumulate_grad_batches}"
-        yield change, "time", half, more, caveat
+        # The largest equal parts: halves, of an odd batch thirds, ...
+        parts = next(n for n in range(2, model.batch_size + 1) if model.batch_size % n == 0)
+        part = replace(model, batch_size=model.batch_size // parts)
+        more = replace(training, accumulate_grad_batches=parts * training.accumulate_grad_batches)
+        caveat = f"{parts} times the passes for a step; the same gradients where the loss is a mean over equal batches"
+        change = f"batch_size={part.batch_size}, accumulate_grad_batches={more.accumulate_grad_batches}"
+        yield change, "time", part, more, caveat
 
     if precision.name == "32-true":
         mixed = replace(training, precision="bf16-mixed")

@@ -159,10 +159,14 @@ class Transformer:
                     continue
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise ValueError(f"{entry.name}={value!r} is not accepted: it is a whole number from 1 on")
+            elif isinstance(entry.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{entry.name}={value!r} is not accepted; choose one of True, False")
             elif entry.name in _CHOICES and value not in _CHOICES[entry.name]:
                 accepted = ", ".join(map(repr, _CHOICES[entry.name]))
                 raise ValueError(f"{entry.name}={value!r} is not accepted; choose one of {accepted}")
-        if not 0.0 <= self.dropout < 1.0:
+        number = isinstance(self.dropout, (int, float)) and not isinstance(self.dropout, bool)
+        if not number or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout!r} is not accepted: it is a probability from 0 to below 1")
         if self.width % self.heads:
             near = [n for n in range(1, self.width + 1) if self.width % n == 0]

@@ -25,6 +25,8 @@ PALETTE = ("#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#fb9a90", "#80b1d3", "#f
 """Colors of the kinds with most bytes, light enough for dark text; ColorBrewer's Set3, all but the palest."""
 OTHER_COLOR = "#d2d4d6"
 
+_DEPTH = 100
+"""Boxes within boxes; what is deeper is one with the box around it."""
 _HEADER = 15.0
 _CHARACTER = 6.1
 """Width of a character of 11 px, on average."""
@@ -66,24 +68,29 @@ def module_tree(by_module: Mapping[str, int]) -> Module:
         (8, ['blocks.0'])
     """
     sizes: dict[str, int] = {"": 0}
+    totals: dict[str, int] = defaultdict(int)
     inside: dict[str, list[str]] = defaultdict(list)
     for path, size in by_module.items():
         parts = path.split(".") if path else []
+        totals[""] += size
         for depth in range(1, len(parts) + 1):
             around, here = ".".join(parts[: depth - 1]), ".".join(parts[:depth])
             if here not in sizes:
                 sizes[here] = 0
                 inside[around].append(here)
+            totals[here] += size
         sizes[path] += size
 
-    def built(path: str, start: int) -> Module:
+    def built(path: str, start: int, depth: int) -> Module:
         # A container without bytes of its own and with one module is no box of its own. The model always is.
         while path and not sizes[path] and len(inside[path]) == 1:
             (path,) = inside[path]
-        modules = tuple(built(below, len(path) + 1 if path else 0) for below in inside[path])
+        if depth == _DEPTH:
+            return Module(path[start:], path, totals[path])
+        modules = tuple(built(below, len(path) + 1 if path else 0, depth + 1) for below in inside[path])
         return Module(path[start:], path, sizes[path], tuple(module for module in modules if module.total_bytes))
 
-    return built("", 0)
+    return built("", 0, 0)
 
 
 def kind_of(path: str) -> str:

@@ -29,7 +29,7 @@ GROWING_STEPS = 4
 """So many increases in a row, from as many pairs of steps, may be a leak."""
 
 LEAST_BYTES = 2**16
-"""What a leak grows by in a step, on average, at least."""
+"""What a leak grows by in each step, at least."""
 
 LEAST_SHARE = 1e-3
 """What it has grown by when it is told, at least, of the bytes alive."""
@@ -94,13 +94,12 @@ class LeakWatch:
         if self._told:
             return None
         last, self._last = self._last, alive
-        if last is None or shapes != self._shapes or alive <= last:
+        if last is None or shapes != self._shapes or alive - last < LEAST_BYTES:
             self._shapes, self._growth, self._increases, self._before = shapes, 0, 0, None
             return None
         self._increases += 1
         self._growth += alive - last
-        if self._increases < self._wanted or self._growth < max(LEAST_BYTES * self._increases, LEAST_SHARE * alive):
-            self._before = None
+        if self._increases < self._wanted or self._growth < LEAST_SHARE * alive:
             return None
         before, self._before = self._before, (_inventory(owners), _meant_to_grow(owners, optimizers))
         if before is None:

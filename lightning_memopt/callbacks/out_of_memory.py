@@ -9,7 +9,7 @@ The error says how many bytes one operation asked for, not who holds the others.
 * activations, which autograd holds out of Python's sight: the same step runs once more on fake tensors, which need no
   memory, and says how large the whole step would have been and which modules hold most of it, within a time limit;
 * from the same estimate, with the repeated blocks checkpointed, and with the activations scaled to smaller batches:
-  what would have fitted.
+  what would have fitted; in the optimizer's step, where neither is there, what its own bytes depend on.
 
 Nothing in here may hide the error: whatever goes wrong is a line of the report.
 """
@@ -35,13 +35,15 @@ from lightning_memopt.measuring.allocation_events import own_storages
 from lightning_memopt.measuring.attribution import held_tensors
 
 if TYPE_CHECKING:
-    from lightning_memopt.measuring.consumers import MemoryEstimate
+    from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate
 
 __all__ = ["report_out_of_memory"]
 
 _TIME_LIMIT_S = 1.6  # of the estimates; what they do not finish is left out
 _MIB = 2**20
 _HOLDERS = 10
+_OPTIMIZER = "optimizer step"
+_WORTHWHILE = 0.99  # of the peak; what saves less is no advice
 _BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py")
 
 
@@ -75,7 +77,7 @@ def report_out_of_memory(trainer: Trainer, module: LightningModule, error: BaseE
         device = trainer.strategy.root_device
         limit = _limit(device)
         estimate, why_not = _estimated(trainer, module, batch, deadline)
-        advice = _advice(trainer, module, batch, estimate, limit, deadline)
+        advice = _advice(trainer, module, batch, estimate, place, limit, deadline)
         lines = [*_facts(error, place, held, device, limit), *_step(estimate, why_not), *_advised(advice)]
         path = _written(trainer, "\n".join(lines) + "\n")
         snapshot = _snapshot(device, path)
@@ -106,7 +108,7 @@ def _place(model: nn.Module, error: BaseException) -> _Place:
     for frame in _frames(error):
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
         if isinstance(owner, Optimizer) and name not in ("zero_grad",):
-            phase, path = "optimizer step", ""
+            phase, path = _OPTIMIZER, ""
         elif frame.f_code.co_filename.endswith(_BACKWARD_FILES):
             phase, path = "backward", ""
         elif owner is model and name == "training_step":
@@ -221,10 +223,13 @@ def _advice(
     model: LightningModule,
     batch: Any,
     estimate: MemoryEstimate | None,
+    place: _Place,
     limit: int | None,
     deadline: float,
 ) -> list[str]:
-    """What would need less, the cheapest first."""
+    """What would need less where it ran out, the cheapest first."""
+    if place.phase == _OPTIMIZER or (estimate is not None and estimate.peak_phase == _OPTIMIZER):
+        return [*_optimizer_advice(trainer, estimate, limit)]
     if estimate is None:
         return []
     advice = []
@@ -239,18 +244,53 @@ def _advice(
             share = f"{limit * 95 // 100 // _MIB} MiB"
             advice.append(f'`MemoryOptimization(memory_budget="{share}")` finds the fastest way to fit.')
     samples = _samples(batch)
-    by_batch = estimate.peak.activations + estimate.peak.inputs
+    by_batch = _by_batch(estimate.peak)
     if samples > 1 and by_batch:
         fitting = samples // 2
         if limit is not None:
             fitting = min(fitting, int(samples * max(0, limit - estimate.peak_bytes + by_batch) // by_batch))
-        if fitting >= 1:
-            peak = estimate.peak_bytes - by_batch + by_batch * fitting // samples
+        peak = _with_samples(estimate, fitting, samples)
+        if fitting >= 1 and peak < _WORTHWHILE * estimate.peak_bytes:
             advice.append(
                 f"A batch of {fitting} instead of {samples} samples would take about {peak / _MIB:.1f} MiB"
                 f"{_fits(peak, limit)}; `accumulate_grad_batches={-(-samples // fitting)}` keeps the effective batch."
             )
     return advice
+
+
+def _by_batch(moment: MemoryBreakdown) -> int:
+    return moment.activations + moment.inputs
+
+
+def _with_samples(estimate: MemoryEstimate, fewer: int, samples: int) -> int:
+    """The peak with fewer samples: it may then be at a moment that holds little of the batch."""
+    moments = [estimate.peak, *(phase.breakdown for phase in estimate.phases)]
+    return max(moment.total_bytes - _by_batch(moment) * (samples - fewer) // samples for moment in moments)
+
+
+def _optimizer_advice(trainer: Trainer, estimate: MemoryEstimate | None, limit: int | None) -> Iterator[str]:
+    """In the optimizer's step no activations are alive: what lowers it are its temporaries and its state."""
+    from lightning_memopt.accounting.estimate import _FUSED
+
+    steps = [] if estimate is None else [phase.breakdown for phase in estimate.phases if phase.name == _OPTIMIZER]
+    step = steps[0] if steps else None
+    names = {type(optimizer).__name__ for optimizer in trainer.optimizers}
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if names <= {*_FUSED} and not all(group.get("fused") for group in groups) and (step is None or step.temporaries):
+        told = ""
+        if step is not None:
+            peak = step.total_bytes - step.temporaries
+            told = f": from {step.total_bytes / _MIB:.1f} to about {peak / _MIB:.1f} MiB{_fits(peak, limit)}"
+        yield f"`fused=True` of the optimizer takes its step without temporaries{told}."
+    if names & {"Adam", "AdamW"}:
+        yield (
+            "`bitsandbytes.optim.AdamW8bit` or `torchao.optim.AdamW8bit` keep the state in a quarter of the bytes; "
+            "they round it."
+        )
+    yield (
+        "Nothing of the batch is alive in the optimizer's step: a smaller batch or recomputation does not lower it. "
+        "Sharding, an optimizer with less state or fewer trained parameters does."
+    )
 
 
 def _advised(advice: list[str]) -> Iterator[str]:

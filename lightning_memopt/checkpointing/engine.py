@@ -216,11 +216,20 @@ class _Call:
         del kept
         self._run_again(args, kwargs, state)
 
-    def forget(self) -> None:
-        """A backward pass has run through the region: with one output there is no other, unless the graph is kept."""
-        node = None if self.keeper is None else self.keeper.grad_fn
-        if self.one_output and hasattr(node, "maybe_clear_saved_tensors"):  # torch 2.6 has no such call
+    def forget(self, *, partly: bool) -> None:
+        """Let go of what is kept, as a backward pass has run through the region, unless another one may come.
+
+        With one output there is no other, unless the graph is kept or only some nodes have run (``partly``).
+        Nodes that lead to a state are hardly ever asked for alone, and a state may be carried for long.
+        """
+        node: Any = None if self.keeper is None else self.keeper.grad_fn
+        if not self.one_output or not hasattr(node, "maybe_clear_saved_tensors"):  # torch 2.6 has no such call
+            return
+        if not partly or self._state_leads_back():
             node.maybe_clear_saved_tensors()
+
+    def _state_leads_back(self) -> bool:
+        return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(self.before.read()))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sequence[Tensor]) -> None:
         with ExitStack() as stack:
@@ -262,8 +271,8 @@ def _free_when_done(frame: Any, call: weakref.ref[_Call], start: int = 0) -> Non
         if frame.is_recomputed.get(torch._C._current_graph_task_id()):
             _free_recomputed(frame)
             this = call()
-            if this is not None and not any(holder() is not None for holder in frame.weak_holders):
-                this.forget()
+            if this is not None:
+                this.forget(partly=any(holder() is not None for holder in frame.weak_holders))
         else:  # the node went with a tensor that nobody used, and no backward pass has been there
             _free_when_done(frame, call, first + 1)
 

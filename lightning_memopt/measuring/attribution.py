@@ -28,8 +28,9 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ class StepAttribution:
             packed, forget = _saving(trace)
             self._stack.callback(forget)
             self._stack.enter_context(saved_tensors_hooks(packed, _as_it_is))
+            self._stack.enter_context(_paused_in_transforms((packed, _as_it_is)))
             for handle in (
                 register_module_forward_pre_hook(trace.entering),
                 register_module_forward_hook(trace.left, always_call=True),
@@ -230,6 +232,35 @@ def _saving(trace: _AttributingTrace) -> tuple[Callable[[Tensor], Tensor], Calla
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+@contextmanager
+def _paused_in_transforms(hooks: tuple[Any, Any]) -> Iterator[None]:
+    """Take ``hooks`` away while ``torch.func.grad`` and its like run, which refuse to start where there are any."""
+    functions: Any = torch._C._autograd
+    disable, enable = functions._saved_tensors_hooks_disable, functions._saved_tensors_hooks_enable
+    paused: set[int] = set()  # threads: each has hooks of its own
+
+    def disable_without_hooks(message: str, *rest: Any) -> None:
+        try:
+            disable(message, *rest)
+        except RuntimeError:
+            functions._pop_saved_tensors_default_hooks()
+            paused.add(get_ident())
+            disable(message, *rest)  # refuses again if there are others than ours
+
+    def enable_with_hooks() -> None:
+        enable()
+        if get_ident() in paused:
+            paused.remove(get_ident())
+            functions._push_saved_tensors_default_hooks(*hooks)
+
+    functions._saved_tensors_hooks_disable = disable_without_hooks
+    functions._saved_tensors_hooks_enable = enable_with_hooks
+    try:
+        yield
+    finally:
+        functions._saved_tensors_hooks_disable, functions._saved_tensors_hooks_enable = disable, enable
 
 
 class _AttributingTrace(StorageTrace):

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lightning_memopt.measuring.amounts import in_mib
 
@@ -227,10 +229,10 @@ def added(breakdown: MemoryBreakdown, **bytes_by_consumer: int) -> MemoryBreakdo
 
 
 def _table(title: str | None, *columns: str, unit: str = "") -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=None if title is None else Text(title), title_justify="left")  # no markup
     table.add_column("consumer")
     for column in columns:
-        table.add_column(column + unit, justify="right")
+        table.add_column(escape(column + unit), justify="right")
     return table
 
 

@@ -30,7 +30,7 @@ from lightning_memopt.planning.simulate import (
 from lightning_memopt.planning.solve import solve
 from lightning_memopt.planning.within_budget import MOST_STEPS, Measure, choices_of
 
-# A treatment costs time in every step of the training: it has to lower the peak by this share at least.
+# A treatment costs time in every step of the training: of what is not alive throughout it has to free this share.
 _LEAST_GAIN = 0.005
 # Peaks are the same up to this share: of small tensors the model of memory does not know.
 _SAME = 0.0005
@@ -46,12 +46,20 @@ class TriedPlan:
     """The treatment of every region that is not kept, by path."""
     peak_bytes: int | None
     """Largest peak of all ranks; None if memory ran out."""
+    base_bytes: int
+    """Alive throughout."""
+
+    @property
+    def clearly_below(self) -> float:
+        """A peak from which on another plan is clearly lower."""
+        assert self.peak_bytes is not None
+        return self.peak_bytes - _LEAST_GAIN * max(0, self.peak_bytes - self.base_bytes)
 
     def better_than(self, other: TriedPlan) -> bool:
         """A clearly lower peak, or the same for less time; where neither fits, the lower prediction."""
         if self.peak_bytes is None:
             return other.peak_bytes is None and self.simulated.peak_bytes < other.simulated.peak_bytes
-        if other.peak_bytes is None or self.peak_bytes < (1 - _LEAST_GAIN) * other.peak_bytes:
+        if other.peak_bytes is None or self.peak_bytes < other.clearly_below:
             return True
         return self.peak_bytes <= (1 + _SAME) * other.peak_bytes and self.simulated.extra < other.simulated.extra
 
@@ -76,7 +84,7 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
     def attempt(assignment: Assignment) -> TriedPlan:
         chosen = choices_of(costs, assignment)
         simulated = _simulated(costs, assignment, correction)
-        return TriedPlan(assignment, simulated, chosen, measure(chosen))
+        return TriedPlan(assignment, simulated, chosen, measure(chosen), costs.base_bytes)
 
     correction = at_first(costs.old_gradient_bytes)
     best = last = attempt(start)
@@ -102,7 +110,7 @@ def _next(
     """The plan to measure next, None if none should be better."""
     lowest, simulated = _solve(costs, 0, correction)
     if choices_of(costs, lowest) not in tried and (
-        best.peak_bytes is None or simulated.peak_bytes < (1 - _LEAST_GAIN) * best.peak_bytes
+        best.peak_bytes is None or simulated.peak_bytes < best.clearly_below
     ):
         return lowest
     if best.peak_bytes is None:

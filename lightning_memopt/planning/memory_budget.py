@@ -35,8 +35,8 @@ def budget_bytes(budget: int | str, device_bytes: int | None = None) -> int:
 
     Raises:
         TypeError: neither an int nor text.
-        ValueError: it cannot be read, is not positive, is above 100 %, or is a share where the device has no memory of
-            its own.
+        ValueError: it cannot be read, is not positive, is above 100 % or 2**63 bytes, or is a share where the device
+            has no memory of its own.
 
     Example:
         >>> budget_bytes("1.5 KiB"), budget_bytes("1.5KB"), budget_bytes(1500)

@@ -333,20 +333,15 @@ class Plan:
             show_edge=False,
             pad_edge=False,
         )
-        words = [word for _, run in rows for word in _names(run).split()]
-        table.add_column(
-            "region",
-            footer="treated regions",
-            overflow="fold",
-            min_width=min(max(map(len, words), default=0), _NAME_WIDTH),
-        )
-        table.add_column("treatment, and why", footer=self._counts(), overflow="fold", min_width=_TREATMENT_WIDTH)
+        # Of these two the longer one gives way first, so that neither gets narrow.
+        table.add_column("region", footer="treated regions", overflow="fold")
+        table.add_column("treatment\nand why", footer=self._counts(), overflow="fold")
         for header, total in self._columns(measured=measured, timed=timed):
             table.add_column(header, justify="right", footer=total, no_wrap=True)
         for (class_name, treatment, reason, *numbers), run in rows:
             style = "dim" if run[0].treatment == "keep" else None
             name = Text.assemble(_names(run), "\n", (class_name, "dim"))
-            why = Text.assemble(treatment, *(["\n", (reason, "dim")] if reason else []))
+            why = Text.assemble(treatment, "\n" if reason else "", (reason, "dim"))
             table.add_row(name, why, *map(Text, numbers), style=style)
         return table
 
@@ -463,10 +458,6 @@ def _tried(trials: tuple[Trial, ...]) -> str:
 
 
 _FROM_SHAPES = "predicted from shapes, nothing was computed or measured"
-_NAME_WIDTH = 22
-"""Names up to so many characters are not broken on 80 columns."""
-_TREATMENT_WIDTH = 24
-"""So wide is the column of treatments at least, also where names are long."""
 _SHORTEST_RUN = 3
 """So many equal regions in a row are shown as one row."""
 
@@ -552,7 +543,9 @@ def _read(kind: type[T], content: dict[str, Any]) -> T:
         raise ValueError(f"{kind.__name__} has no entry {', '.join(map(repr, unknown))}.")
     values = {name: _value(kind, name, value, str(declared[name].type)) for name, value in content.items()}
     if values.get("treatment") == "keep" and (values.get("chunks", 1), values.get("cheap_chunks", 0)) != (1, 0):
-        raise ValueError(f"The region {values.get('path')!r} is kept as it is, so it has no chunks and no cheap_chunks.")
+        raise ValueError(
+            f"The region {values.get('path')!r} is kept as it is, so it has no chunks and no cheap_chunks."
+        )
     try:
         return kind(**values)
     except TypeError as error:

@@ -158,7 +158,8 @@ def refusal(
     of_one = " of a batch of one sample" if smallest_batch else ""
     return MemoryBudgetError(
         f"No plan keeps a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that any plan "
-        f"has is {least_bytes} bytes ({how}), in {least.simulated.peak}, where these are alive: {reserved}"
+        f"has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.simulated.peak}, where these are "
+        f"alive: {reserved}"
         f"{_said(least.simulated)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
         least_bytes,
     )
