@@ -361,7 +361,7 @@ def test_points_are_peaks_and_times_with_the_gradients_of_the_plain_model(points
         assert row["step_ms"] > 0
         assert row["max_rel_grad_diff"] <= 1e-6
         assert row["setup_s"] >= 0
-        assert (row["peak_bytes"] < plain["peak_bytes"]) == (row is not plain)
+        assert row["peak_bytes"] <= plain["peak_bytes"]  # a budget as large as the plain step gets the plain plan
     budget = float(rows[1]["setting"].removesuffix(" MiB"))
     assert rows[1]["peak_bytes"] <= 1.001 * budget * MIB  # the setting is rounded
     assert rows[1]["peak_bytes"] < min(row["peak_bytes"] for row in rows[3:])

@@ -116,7 +116,7 @@ def test_an_error_in_the_progress_callback_leaves_no_trace(phase: str) -> None:
 
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
 def test_an_error_while_the_plan_is_applied_leaves_no_trace(monkeypatch: Any, failing_call: int) -> None:
-    from lightning_memopt.planning import apply as room
+    from lightning_memopt.checkpointing import module as room
 
     model, batch = used_noisy_network(), spikes()
     unchanged = Unchanged(model)
