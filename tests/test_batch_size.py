@@ -248,7 +248,6 @@ class Steps:
     def __init__(self, factor: float, budget: int) -> None:
         self.factor = factor
         self.budget = budget
-        self.old_gradient_bytes = 0
         self.measured: list[int] = []
 
     def observe_if_possible(self, size: Any) -> Seen:

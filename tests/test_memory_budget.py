@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,11 @@ def costs() -> StepCosts:
         return RegionCosts(f"block{number}", (keep, again), {}, 0, 0)
 
     return StepCosts(1000, tuple(map(region, range(4))), ({},) * 5, 0, 0, 0, 9.0, 0, "ms")
+
+
+def test_a_refusal_names_the_gradients_of_the_step_before() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"gradients of the step before 1\.0 MiB"):
+        plan_within(replace(costs(), old_gradient_bytes=2**20), 2000, lambda chosen: None)
 
 
 def test_a_step_above_its_prediction_is_planned_again() -> None:

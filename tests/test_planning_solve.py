@@ -118,7 +118,7 @@ def steps(draw: st.DrawFn, *, regions: int = 6, calls: bool = False) -> StepCost
             break
         made.append(one)
     outside = tuple(shared() if draw(st.booleans()) else {} for _ in range(len(made) + 1))
-    return StepCosts(draw(size), tuple(made), outside, draw(size), draw(size), draw(size), 100.0, 0, "ms")
+    return StepCosts(draw(size), tuple(made), outside, draw(size), draw(size), draw(size), 100.0, 0, "ms", draw(size))
 
 
 Points = list[tuple[int, float]]

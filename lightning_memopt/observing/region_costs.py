@@ -61,7 +61,7 @@ from lightning_memopt.observing.observe import (
 )
 from lightning_memopt.observing.regions import Region, as_region, is_neuron, names_of_modules
 from lightning_memopt.observing.treatable import treated_before, trouble_with, worth_packing
-from lightning_memopt.observing.trial import loss_of
+from lightning_memopt.observing.trial import loss_of, old_gradient_bytes
 from lightning_memopt.ops.value_bounds import bounds_of, is_fake
 
 KEEP = Choice()
@@ -113,6 +113,7 @@ def observe_step(
     optimizer_peak_bytes: int = 0,
     parts: Sequence[Region] | None = None,
     may_chunk: Callable[[str, nn.Module], bool] | None = None,
+    gradients_in_forward: bool = False,
 ) -> ObservedStep:
     """What each region costs under each of ``choices``, and what was seen beside that.
 
@@ -129,6 +130,7 @@ def observe_step(
         parts: the only regions inside ``regions``, at any depth; all choices are tried on them, however small they are.
         may_chunk: says of a path and its module whether it may be cut along time. None: whatever gives the same in
             pieces.
+        gradients_in_forward: whether the gradients of the step before are alive in the forward pass.
 
     Raises:
         NoGradientError: ``example_forward`` returned nothing with a gradient.
@@ -152,7 +154,9 @@ def observe_step(
                 model, regions, state, tried, device, parts=parts, may_chunk=may_chunk, keeps_saved=keeps_saved
             )
             try:
-                return watch.observe(example_forward, optimizer_peak_bytes, passes)
+                step = watch.observe(example_forward, optimizer_peak_bytes, passes)
+                old = old_gradient_bytes(model, device) if gradients_in_forward else 0
+                return replace(step, costs=replace(step.costs, old_gradient_bytes=old))
             except _Dropped:
                 if keeps_saved:
                     raise

@@ -35,7 +35,7 @@ from lightning_memopt.planning.apply import all_or_nothing, apply_checked, remov
 from lightning_memopt.planning.by_budget import ModelSteps, Seen
 from lightning_memopt.planning.optimize import verify
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
-from lightning_memopt.planning.simulate import at_first
+from lightning_memopt.planning.simulate import Correction
 from lightning_memopt.planning.solve import Solution, solve
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, MemoryBudgetError, choices_of, refusal
 
@@ -208,7 +208,7 @@ class _Search:
         self._ranks = ranks
         self._seen: dict[int, Seen] = {}
         self._too_large = largest + 1
-        self._correction = at_first(steps.old_gradient_bytes)
+        self._correction = Correction()
 
     def run(self, start: int) -> _Found:
         """The largest size that is measured within the budget.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from lightning_memopt.observing.model_state import ModelState, unchanged
 from lightning_memopt.observing.observe import tensors_in
 from lightning_memopt.observing.region_costs import CHOICES, ObservedStep, observe_step
 from lightning_memopt.observing.regions import FoundRegions, find_targets, is_multistep_neuron, with_surroundings
-from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak, old_gradient_bytes, run_step
+from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import treated_as
 from lightning_memopt.planning.common_costs import step_of_all
@@ -95,8 +95,6 @@ class ModelSteps:
         self._state = state
         self._ranks = ranks
         self._device = device_of(model)
-        self.old_gradient_bytes = old_gradient_bytes(model, self._device) if request.gradients_in_forward else 0
-        """Gradients of the step before, alive in the forward pass."""
         self._observed = 0
         self._measured = 0
         self._found: FoundRegions = ranks.attempt("finding the regions", lambda: _regions(model, request))
@@ -151,8 +149,8 @@ class ModelSteps:
             device=self._device,
             optimizer_peak_bytes=optimizers.step,
             may_chunk=self._may_chunk(),
+            gradients_in_forward=request.gradients_in_forward,
         )
-        step = replace(step, costs=replace(step.costs, old_gradient_bytes=self.old_gradient_bytes))
         learn_parameters(model, state.written)
         state.rewind()
         request.report("observing", 1, 1)

@@ -32,7 +32,7 @@ from lightning_memopt.observing.regions import (
     find_targets,
     names_of_modules,
 )
-from lightning_memopt.observing.trial import Profile, largest_peak, old_gradient_bytes, run_step
+from lightning_memopt.observing.trial import Profile, largest_peak, run_step
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import entries_of, treated_as
 from lightning_memopt.planning.candidates import (
@@ -164,7 +164,7 @@ def _observe(model: nn.Module, request: Request, state: ModelState, ranks: Ranks
 
     def costs() -> ObservedStep:
         outermost = {region.path for region in seen.found.regions}
-        step = observe_step(
+        return observe_step(
             model,
             seen.found.regions,
             example_forward,
@@ -173,9 +173,8 @@ def _observe(model: nn.Module, request: Request, state: ModelState, ranks: Ranks
             device=device_of(model),
             parts=[region for region in seen.regions if region.path not in outermost],
             may_chunk=lambda path, _: path in seen.chunkable,
+            gradients_in_forward=request.gradients_in_forward,
         )
-        old = old_gradient_bytes(model, device_of(model)) if request.gradients_in_forward else 0
-        return replace(step, costs=replace(step.costs, old_gradient_bytes=old))
 
     def work() -> Observed | ObservedStep:
         request.report("observing", 0, 1)

@@ -21,7 +21,6 @@ from lightning_memopt.planning.simulate import (
     Simulated,
     Visit,
     alive_bytes,
-    at_first,
     correct,
     simulate,
     storage_bytes,
@@ -86,7 +85,7 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
         simulated = _simulated(costs, assignment, correction)
         return TriedPlan(assignment, simulated, chosen, measure(chosen), costs.base_bytes)
 
-    correction = at_first(costs.old_gradient_bytes)
+    correction = Correction()
     best = last = attempt(start)
     tried = [best]
     while len(tried) <= MOST_STEPS:

@@ -188,11 +188,6 @@ def gradients_of_glue(region: RegionCosts) -> int:
     return max(0, region.gradient_bytes - sum(child.gradient_bytes for child in region.children))
 
 
-def at_first(old_gradient_bytes: int) -> Correction:
-    """What to add to the simulated bytes before any step was measured: gradients of the step before, in the forward."""
-    return Correction(forward=old_gradient_bytes, end=old_gradient_bytes)
-
-
 def correct(correction: Correction, simulated: Simulated, measured_peak_bytes: int) -> Correction:
     """Take what a measured step says about the model of memory into the correction.
 
@@ -235,6 +230,12 @@ def in_full(correction: Correction | int) -> Correction:
     return correction if isinstance(correction, Correction) else Correction.everywhere(correction)
 
 
+def with_old_gradients(costs: StepCosts, correction: Correction) -> Correction:
+    """What is added by kind of position: the correction, and in the forward pass the gradients of the step before."""
+    old = costs.old_gradient_bytes
+    return replace(correction, forward=correction.forward + old, end=correction.end + old)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Walking through the regions
 
@@ -257,8 +258,11 @@ def positions(visited: Sequence[Visit]) -> list[Position]:
     return [*forward, Position("end"), *backward, Position("optimizer")]
 
 
-def alive_bytes(costs: StepCosts, visited: Sequence[Visit], sizes: Mapping[int, int], offsets: Correction) -> list[int]:
+def alive_bytes(
+    costs: StepCosts, visited: Sequence[Visit], sizes: Mapping[int, int], correction: Correction
+) -> list[int]:
     """Bytes alive at each of :func:`positions`; ``sizes`` are those of :func:`storage_bytes`."""
+    offsets = with_old_gradients(costs, correction)
     forward, backward = [], []
     held: set[int] = set()
     alive = costs.base_bytes
@@ -361,6 +365,8 @@ def _holders(
     by_name: Counter[str] = Counter()
     by_name["what is alive throughout (weights, batch, all else that the process holds)"] += costs.base_bytes
     by_name["what earlier steps took beyond the prediction"] += offsets.at(peak.kind)
+    if peak.kind in ("forward", "end"):
+        by_name["gradients of the step before"] += costs.old_gradient_bytes
     if peak.kind == "optimizer":
         by_name["gradients of parameters"] += optimizer_bytes(costs) - costs.base_bytes - costs.optimizer_peak_bytes
         by_name["the optimizer while it runs"] += costs.optimizer_peak_bytes

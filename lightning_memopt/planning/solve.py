@@ -62,6 +62,7 @@ from lightning_memopt.planning.simulate import (
     simulate,
     storage_bytes,
     visits,
+    with_old_gradients,
 )
 
 # Points that are looked at over all frontiers, and the fewest and most kept in one of them. 1,000 regions of 8 choices
@@ -553,7 +554,8 @@ class _Sharing:
     """By group of several modules: the treatments that all of them can get."""
 
 
-def _graph(costs: StepCosts, offsets: Correction) -> _Graph:
+def _graph(costs: StepCosts, correction: Correction) -> _Graph:
+    offsets = with_old_gradients(costs, correction)
     ways = _ways(costs, offsets)
     after = frozenset(costs.outside[-1])
     sharing = _sharing(ways, after, storage_bytes(costs))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.observing.costs import Choice, StepCosts
-from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, at_first, correct, visits
+from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, visits
 from lightning_memopt.planning.solve import Solution, solve
 
 # Steps that may be measured for one budget.
@@ -96,7 +96,7 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
         MemoryBudgetError: no plan is within the budget; names the smallest peak and what holds it.
     """
     allowed = budget_bytes - reserved_bytes
-    correction = at_first(costs.old_gradient_bytes)
+    correction = Correction()
     steps: list[MeasuredPlan] = []
     best: MeasuredPlan | None = None
     for _ in range(MOST_STEPS):
