@@ -54,7 +54,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 """``auto`` is one device, or DDP on several, as in Lightning."""
 
 _ONE = ("auto", "ddp", "ddp_gradient_as_bucket_view")
-_FUSED = ("Adam", "Adam(amsgrad)", "AdamW", "AdamW(amsgrad)", "Adagrad", "SGD", "SGD(momentum)")
+FUSED = ("Adam", "Adam(amsgrad)", "AdamW", "AdamW(amsgrad)", "Adagrad", "SGD", "SGD(momentum)")
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Training:
             raise ValueError(
                 "sequence_parallel=True needs tensor_parallel of 2 or more: these devices share the sequence"
             )
-        if self.fused and row.name not in _FUSED:
-            raise ValueError(f"fused=True is not accepted with {row.name}; torch has it for {', '.join(_FUSED)}")
+        if self.fused and row.name not in FUSED:
+            raise ValueError(f"fused=True is not accepted with {row.name}; torch has it for {', '.join(FUSED)}")
 
     @property
     def shards(self) -> int:

@@ -47,7 +47,7 @@ from lightning_memopt.accounting.transformer import Precision, precision_of
 from lightning_memopt.measuring import measure_memory
 from lightning_memopt.measuring.attribution import held_tensors
 from lightning_memopt.measuring.consumers import MemoryEstimate
-from lightning_memopt.measuring.optimizer_state import clone_of
+from lightning_memopt.measuring.optimizer_state import clone_of, take_all_at_once
 
 __all__ = ["estimate_module", "fake_copy"]
 
@@ -397,9 +397,8 @@ def _optimizers(given: Any, made: nn.Module, originals: Mapping[int, Any], *, fo
             "`optimizer` takes a torch.optim.Optimizer, a list of them, or a function of the parameters that makes "
             f"one; got {given!r}"
         )
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        if foreach and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+    for optimizer in optimizers if foreach else ():
+        take_all_at_once(optimizer)
     return optimizers
 
 

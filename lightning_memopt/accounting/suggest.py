@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memopt.accounting.estimate import _FUSED, Training, estimate_transformer
+from lightning_memopt.accounting.estimate import FUSED, Training, estimate_transformer
 from lightning_memopt.accounting.optimizers import optimizer_row
 from lightning_memopt.accounting.transformer import Transformer, precision_of
 from lightning_memopt.measuring.amounts import format_bytes
@@ -109,7 +109,7 @@ def _changes(model: Transformer, training: Training) -> Iterator[tuple[str, Pric
     if model.attention == "eager":
         flash = replace(model, attention="sdpa")
         yield "attention='sdpa'", "nothing", flash, training, "no attention weights to look at; other rounding"
-    if not training.fused and optimizer_row(training.optimizer).name in _FUSED:
+    if not training.fused and optimizer_row(training.optimizer).name in FUSED:
         fused = replace(training, fused=True)
         yield "fused=True", "nothing", model, fused, "other rounding of the last digit; needs floating point parameters"
     if training.strategy in ("auto", "ddp") and training.replicas > 1:

@@ -12,7 +12,6 @@ Not every growth is a leak. A few bytes are not, for some list of numbers grows 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_memopt.measuring.allocation_events import own_storages
+from lightning_memopt.measuring.allocation_events import bytes_of
+from lightning_memopt.measuring.attribution import tensors_inside
 
 __all__ = ["LeakWatch", "batch_shapes"]
 
@@ -35,7 +35,6 @@ LEAST_SHARE = 1e-3
 """What it has grown by when it is told, at least, of the bytes alive."""
 
 _MIB = 2**20
-_DEPTH = 3  # of containers within containers that are looked into
 _LARGEST_GRAPH = 20_000  # nodes
 
 
@@ -123,7 +122,7 @@ def batch_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
         >>> batch_shapes({"x": torch.zeros(2, 3), "more": [torch.zeros(4), "word"]})
         ((2, 3), (4,))
     """
-    return tuple(tuple(tensor.shape) for tensor in _inside(batch, _DEPTH, attributes=True))
+    return tuple(tuple(tensor.shape) for tensor in tensors_inside(batch, attributes=True))
 
 
 def _sentence(growth: int, steps: int, grown: Iterable[str], held: Mapping[str, _Held]) -> str:
@@ -158,7 +157,7 @@ def _inventory(owners: Mapping[str, Any]) -> dict[str, _Held]:
     found: dict[str, _Held] = {}
     for path, place in _places(owners):
         for name, value in _attributes(place) if not isinstance(place, Metric) else ():
-            tensors = [tensor for tensor in _inside(value, _DEPTH) if not isinstance(tensor, nn.Parameter)]
+            tensors = [tensor for tensor in tensors_inside(value) if not isinstance(tensor, nn.Parameter)]
             if tensors:
                 found[f"{path}.{name}"] = _held(tensors)
     return found
@@ -168,7 +167,7 @@ def _meant_to_grow(owners: Mapping[str, Any], optimizers: Iterable[Optimizer]) -
     """Bytes of what may grow in a training without a leak."""
     held = [optimizer.state for optimizer in optimizers]
     held += [value for _, place in _places(owners) if isinstance(place, Metric) for _, value in _attributes(place)]
-    return _bytes(tensor for value in held for tensor in _inside(value, _DEPTH))
+    return bytes_of(tensor for value in held for tensor in tensors_inside(value))
 
 
 def _places(owners: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -188,29 +187,8 @@ def _attributes(place: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _inside(value: object, depth: int, *, attributes: bool = False) -> Iterator[Tensor]:
-    """The tensors in containers within containers, and on demand in attributes of other objects."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, (list, tuple, set, deque)):
-        parts = value
-    elif isinstance(value, Mapping):
-        parts = value.values()
-    elif attributes:
-        parts = getattr(value, "__dict__", {}).values()
-    for part in parts if depth else ():
-        yield from _inside(part, depth - 1, attributes=attributes)
-
-
 def _held(tensors: list[Tensor]) -> _Held:
-    return _Held(len(tensors), _bytes(tensors), _graph_size(tensors))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages, each once."""
-    return sum({s._cdata: s.nbytes() for tensor in tensors for s in own_storages(tensor)}.values())
+    return _Held(len(tensors), bytes_of(tensors), _graph_size(tensors))
 
 
 def _graph_size(tensors: Iterable[Tensor]) -> int:

@@ -270,13 +270,13 @@ def _with_samples(estimate: MemoryEstimate, fewer: int, samples: int) -> int:
 
 def _optimizer_advice(trainer: Trainer, estimate: MemoryEstimate | None, limit: int | None) -> Iterator[str]:
     """In the optimizer's step no activations are alive: what lowers it are its temporaries and its state."""
-    from lightning_memopt.accounting.estimate import _FUSED
+    from lightning_memopt.accounting.estimate import FUSED
 
     steps = [] if estimate is None else [phase.breakdown for phase in estimate.phases if phase.name == _OPTIMIZER]
     step = steps[0] if steps else None
     names = {type(optimizer).__name__ for optimizer in trainer.optimizers}
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    if names <= {*_FUSED} and not all(group.get("fused") for group in groups) and (step is None or step.temporaries):
+    if names <= {*FUSED} and not all(group.get("fused") for group in groups) and (step is None or step.temporaries):
         told = ""
         if step is not None:
             peak = step.total_bytes - step.temporaries

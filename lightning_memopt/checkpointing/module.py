@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -366,15 +366,4 @@ def set_config(module: nn.Module, config: RegionConfig | None) -> None:
     if config is None:
         unwrap_module(module)
         return
-    checkpoint_module(
-        module,
-        treatment=config.treatment,
-        compressor=config.compressor,
-        chunks=config.chunks,
-        cheap_chunks=config.cheap_chunks,
-        chunked_args=config.chunked_args,
-        time_dim=config.time_dim,
-        compressed_args=config.compressed_args,
-        check_chunks=config.check_chunks,
-        name=config.name,
-    )
+    checkpoint_module(module, **{entry.name: getattr(config, entry.name) for entry in fields(config)})

@@ -24,7 +24,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,7 @@ def storages_alive(device: torch.device) -> list[torch.UntypedStorage]:
     for tensor in tensors_alive():
         for storage in dense_storages(tensor):
             on_device = storage.device.type == device.type and device.index in (None, storage.device.index)
-            if on_device and _holds_memory(storage):
+            if on_device and holds_memory(storage):
                 found[storage._cdata] = storage
     return list(found.values())
 
@@ -293,7 +293,12 @@ def own_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
                 yield part.untyped_storage()
 
 
-def _holds_memory(storage: torch.UntypedStorage) -> bool:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that hold the elements of ``tensors``, each once."""
+    return sum({storage._cdata: storage.nbytes() for tensor in tensors for storage in own_storages(tensor)}.values())
+
+
+def holds_memory(storage: torch.UntypedStorage) -> bool:
     """Fake tensors, which compilers leave behind, have a device but no memory on it."""
     try:
         storage.data_ptr()

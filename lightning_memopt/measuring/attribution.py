@@ -46,7 +46,7 @@ from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate
 from lightning_memopt.measuring.marks import Marks, MemoryMark
 from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode, sums_in_place
 
-__all__ = ["Attribution", "StepAttribution", "held_tensors"]
+__all__ = ["Attribution", "StepAttribution", "held_tensors", "tensors_inside"]
 
 # A storage that plays two parts is counted for the first of them.
 _CONSUMERS = (
@@ -64,7 +64,6 @@ _STRENGTH = {consumer: strength for strength, consumer in enumerate(_CONSUMERS)}
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer step"
 _PHASE_NOTE, _STORAGE_NOTE, _SUM_NOTE = "phase", "storage", "sum"
 _CASTS = (torch.ops.aten._to_copy.default,)
-_DEPTH = 3  # of containers within containers that are looked into
 
 
 @dataclass(eq=False)
@@ -565,19 +564,24 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                yield from ((path, tensor) for tensor in _inside(value, _DEPTH) if not isinstance(tensor, nn.Parameter))
+                yield from ((path, tensor) for tensor in tensors_inside(value) if not isinstance(tensor, nn.Parameter))
         yield from ((path, tensor) for tensor in module._buffers.values() if tensor is not None)
 
 
-def _inside(value: object, depth: int) -> Iterator[Tensor]:
+def tensors_inside(value: object, depth: int = 3, *, attributes: bool = False) -> Iterator[Tensor]:
+    """The tensors in containers within containers, ``depth`` of them; on demand in attributes of other objects, too."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (list, tuple, set, deque)):
-        for part in value:
-            yield from _inside(part, depth - 1)
-    elif depth and isinstance(value, dict):
-        for part in value.values():
-            yield from _inside(part, depth - 1)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, (list, tuple, set, deque)):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif attributes:
+        parts = getattr(value, "__dict__", {}).values()
+    for part in parts if depth else ():
+        yield from tensors_inside(part, depth - 1, attributes=attributes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

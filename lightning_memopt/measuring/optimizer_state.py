@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.measuring.allocation_events import own_storages
+from lightning_memopt.measuring.allocation_events import bytes_of, own_storages
 from lightning_memopt.measuring.storage_trace import StorageTrace
 from lightning_memopt.ops.value_bounds import is_fake
 
@@ -66,7 +66,7 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     stateful = [p for p in parameters if optimizer.state.get(p)]
     known = {id(p) for p in stateful}
-    state = _bytes([optimizer.state[p] for p in stateful])
+    state = bytes_of(_tensors([optimizer.state[p] for p in stateful]))
     if not parameters:
         return OptimizerBytes(0, 0)
     try:
@@ -90,14 +90,11 @@ def _rehearsed(optimizer: Optimizer, parameters: list[nn.Parameter], known: Coll
         # Parameters without memory are planned for a device that is not here.
         on_cuda = parameters[0].device.type in ("cuda", "meta") or is_fake(parameters[0])
         if on_cuda and not isinstance(clone, torch.optim.Adafactor):
-            # Where it is left open, torch takes all parameters at once on CUDA, but asks for other types than fakes.
-            for group in clone.param_groups:
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True
+            take_all_at_once(clone)
         clone.step()
         twins = [twin for group in clone.param_groups for twin in group["params"]]
-        state = _bytes([clone.state[twin] for twin, p in zip(twins, parameters, strict=True) if id(p) not in known])
-        return state, _temporaries(clone, parameters[0].device)
+        new = [clone.state[twin] for twin, p in zip(twins, parameters, strict=True) if id(p) not in known]
+        return bytes_of(_tensors(new)), _temporaries(clone, parameters[0].device)
 
 
 def _one_by_one(optimizer: Optimizer, parameters: list[nn.Parameter], known: Collection[int]) -> tuple[int, int]:
@@ -115,7 +112,9 @@ def _one_by_one(optimizer: Optimizer, parameters: list[nn.Parameter], known: Col
                 clone = clone_of(optimizer, [group], [id(parameter)], torch.zeros_like)
                 clone.step()
                 step = max(step, _temporaries(clone, parameter.device))
-                sizes = {key: (weakref.ref(each), each.nbytes()) for key, each in _storages([*clone.state.values()])}
+                storages = [each for tensor in _tensors([*clone.state.values()]) for each in own_storages(tensor)]
+                sizes = {each._cdata: (weakref.ref(each), each.nbytes()) for each in storages}
+                del storages
                 del clone
                 outlived = {key: size for key, (each, size) in sizes.items() if each() is not None}
                 shared |= outlived
@@ -149,23 +148,22 @@ def clone_of(
     return clone
 
 
-def _bytes(state: object) -> int:
-    return sum(storage.nbytes() for storage in dict(_storages(state)).values())
+def take_all_at_once(optimizer: Optimizer) -> None:
+    """Where it is left open, take all parameters at once, as torch does on CUDA, but not for fakes."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
-def _storages(state: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Storages and what tells them apart; several tensors may have the same one."""
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor):
-            yield from ((storage._cdata, storage) for storage in own_storages(leaf))
+def _tensors(state: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def _temporaries(clone: Optimizer, device: torch.device) -> int:
     """Most bytes that one more step of a clone takes for a while."""
     parameters: list[nn.Parameter] = [p for group in clone.param_groups for p in group["params"]]
-    state = [leaf for leaf in tree_leaves([*clone.state.values()]) if isinstance(leaf, Tensor)]
     try:
-        with StorageTrace(device, known=[*parameters, *state]) as trace:
+        with StorageTrace(device, known=[*parameters, *_tensors([*clone.state.values()])]) as trace:
             clone.step()
     except RuntimeError:  # torch.compile, which torchao steps with, refuses to be watched: it makes one kernel of most
         return max(p.nbytes for p in parameters)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.measuring.allocation_events import _holds_memory, dense_storages, tensors_alive
+from lightning_memopt.measuring.allocation_events import dense_storages, holds_memory, tensors_alive
 from lightning_memopt.measuring.marks import MemoryMark
 from lightning_memopt.measuring.workspaces import workspace_bytes
 
@@ -123,7 +123,7 @@ class StorageTrace(TorchDispatchMode):
         if tensor.device.type != self._device.type or self._device.index not in (None, tensor.device.index):
             return
         for storage in dense_storages(tensor):
-            if not self._fake and not _holds_memory(storage):
+            if not self._fake and not holds_memory(storage):
                 continue  # a wrapper of torch.func: the tensor in it is seen on its own
             key, size = storage._cdata, allocated_bytes(storage.nbytes(), tensor.device)
             known = self._known.get(key)

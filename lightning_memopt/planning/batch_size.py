@@ -31,9 +31,9 @@ from lightning_memopt.observing.model_state import unchanged
 from lightning_memopt.observing.regions import TargetClasses
 from lightning_memopt.observing.trial import Profile, largest_peak
 from lightning_memopt.planning.agree import Ranks
-from lightning_memopt.planning.apply import all_or_nothing, apply_checked, remove_plan
+from lightning_memopt.planning.apply import all_or_nothing, remove_plan
 from lightning_memopt.planning.by_budget import ModelSteps, Seen
-from lightning_memopt.planning.optimize import verify
+from lightning_memopt.planning.optimize import apply_on_all
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
 from lightning_memopt.planning.simulate import Correction
 from lightning_memopt.planning.solve import Solution, solve
@@ -173,8 +173,7 @@ def treat_for_largest_batch(
             steps = ModelSteps(model, request, state, ranks)
             found = _Search(steps, forward_of, ranks, largest).run(min(start, largest))
             plan = steps.plan(found.seen, found.best, found.profiles, started, batch_size=found.size)
-        ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
-        verify(model, plan, ranks)
+        apply_on_all(model, plan, request, ranks)
     return found.size
 
 

@@ -46,7 +46,7 @@ from lightning_memopt.planning.explain import config_of_choice
 from lightning_memopt.planning.least_peak import TriedPlan, least_peak
 from lightning_memopt.planning.plan import Outcome, Plan, RegionPlan, Trial, versions
 from lightning_memopt.planning.request import Request, SplitFn, device_of, may_chunk
-from lightning_memopt.planning.simulate import Assignment, simulate, visits
+from lightning_memopt.planning.simulate import Assignment, added_time, simulate, visits
 from lightning_memopt.planning.within_budget import MOST_STEPS, choices_of
 
 # Pieces along time that are tried: more would lower the peak by less than the recomputed region's 64th.
@@ -282,7 +282,7 @@ def _region_plans(
     listed = {region.path for region in seen.found.regions} | parts
     forward_ms: Mapping[str, float] = {} if searched is None else searched.plain[0].forward_ms
     saved = {} if searched is None else _saved_bytes(searched.step.costs.regions)
-    added = {} if searched is None else _added_time(searched)
+    added = {} if searched is None else added_time(visits(searched.step.costs, searched.best.assignment))
     uncut = {} if searched is None else _not_cut(searched.step.costs.regions, seen.chunkable)
     plans = []
     for path, candidate in candidates.items():
@@ -345,14 +345,6 @@ def _not_cut(regions: Sequence[RegionCosts], chunkable: Collection[str]) -> dict
         if region.path in chunkable and pieces and all(cost.refused for cost in pieces):
             reasons[region.path] = f"; not cut along time: {pieces[0].refused}"
     return reasons
-
-
-def _added_time(searched: _Searched) -> dict[str, float]:
-    """By path, the time that its treatment adds to a step."""
-    added: dict[str, float] = {}
-    for visit in visits(searched.step.costs, searched.best.assignment):
-        added[visit.region.path] = added.get(visit.region.path, 0.0) + visit.choice.extra
-    return added
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,11 +35,6 @@ class Candidate:
     reason: str
 
     @property
-    def chunked_arg(self) -> SeenInput | None:
-        """The first argument that has more than one step in its first dimension: the one that may be cut along time."""
-        return next((seen for seen in self.seen.inputs if seen.steps > 1), None)
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of the inputs as they are stored when the region is checkpointed."""
         packed = () if self.config is None or self.config.compressor is None else self.config.compressed_args or ()

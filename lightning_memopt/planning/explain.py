@@ -21,7 +21,7 @@ from lightning_memopt.observing.regions import FoundRegions
 from lightning_memopt.observing.trial import Profile
 from lightning_memopt.planning.apply import entries_of
 from lightning_memopt.planning.plan import BytesAlive, RegionPlan
-from lightning_memopt.planning.simulate import Assignment, Correction, positions, simulate, visits
+from lightning_memopt.planning.simulate import Assignment, Correction, added_time, positions, simulate, visits
 from lightning_memopt.planning.solve import Solution, frontier, why
 
 # Points of the frontier that a plan keeps.
@@ -91,9 +91,7 @@ def planned_regions(
     modules = dict(model.named_modules(remove_duplicate=False))
     aliases = {region.path: region.aliases for region in found.regions}
     visited = visits(step.costs, solution.assignment)
-    added: dict[str, float] = {}
-    for visit in visited:
-        added[visit.region.path] = added.get(visit.region.path, 0.0) + visit.choice.extra
+    added = added_time(visited)
     forward_ms: Mapping[str, float] = profiles[0].forward_ms if profiles else {}
     plans: dict[str, RegionPlan] = {}
     for visit, reason in zip(visited, why(step.costs, solution), strict=True):

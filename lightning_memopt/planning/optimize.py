@@ -166,8 +166,7 @@ def optimize_memory(
             make = plan_by_level if memory_budget is None else plan_by_budget
             with computing_nothing(model):
                 plan = left_to_check(make(model, request, ranks, started))
-        ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
-        verify(model, plan, ranks)
+        apply_on_all(model, plan, request, ranks)
     return model
 
 
@@ -175,8 +174,9 @@ def _are_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def verify(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
-    """Check that the plan is in force here and that every rank has the same one."""
+def apply_on_all(model: nn.Module, plan: Plan, request: Request, ranks: Ranks) -> None:
+    """Apply the plan, and check that it is in force here and that every rank has the same one."""
+    ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
     if not in_force(model, plan):
         raise RuntimeError("The plan was applied but is not in force: a module lost its treatment. This is a bug.")
     ranks.same("comparing the plans that were applied", plan.digest())

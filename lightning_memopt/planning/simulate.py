@@ -251,6 +251,14 @@ def visits(costs: StepCosts, plan: Assignment) -> tuple[Visit, ...]:
     return tuple(_walk(costs.regions, plan, before, costs.outside_gradient_bytes, (), "the step"))
 
 
+def added_time(visited: Iterable[Visit]) -> dict[str, float]:
+    """By path, the time that a region's treatment adds to a step, all calls together."""
+    added: dict[str, float] = {}
+    for visit in visited:
+        added[visit.region.path] = added.get(visit.region.path, 0.0) + visit.choice.extra
+    return added
+
+
 def positions(visited: Sequence[Visit]) -> list[Position]:
     """The positions of the step, in order."""
     forward = [Position("forward", visit.region.path, visit.index) for visit in visited]
