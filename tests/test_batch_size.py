@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightning_memopt.planning.within_budget import MOST_STEPS
 from tests.digits_training import DigitsModule, SpikingConv, digits, make_trainer
 from tests.equality import seed_everything
 from tests.planning_models import SpikingBlock, Unchanged, spikes
+from tests.process_memory import alive_bytes
 from tests.ranks import run_ranks
 
 WIDTH = 32
@@ -79,12 +79,6 @@ def spiking_forward(model: nn.Module, batch_size: int) -> Tensor:
 def whole(module: nn.Module) -> bool:
     """For `can_chunk`: whether pieces along the batch equal the whole within 1e-6 depends on the batch."""
     return False
-
-
-def alive_bytes() -> int:
-    """What this process holds already: it counts, too."""
-    gc.collect()
-    return measure_memory(lambda: None).start_bytes
 
 
 def peak_of(model: nn.Module, forward: Callable[[nn.Module, int], Tensor], batch_size: int) -> int:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_memopt import checkpoint_module, measure_memory
 from lightning_memopt.measuring import StepMemory
-from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.measuring.attribution import StepAttribution
 from lightning_memopt.measuring.consumers import MemoryEstimate
+from tests.process_memory import alive_bytes
 
 CPU = torch.device("cpu")
 N, C = 64, 32
@@ -83,8 +83,7 @@ def broken_down(step: Callable[[], None], model: nn.Module) -> MemoryEstimate:
 @pytest.fixture
 def strangers() -> int:
     """Bytes that other tests left alive."""
-    gc.collect()
-    return sum(storage.nbytes() for storage in storages_alive(CPU))
+    return alive_bytes()
 
 
 def bytes_of(tensors: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from lightning_memopt import applied_plan, measure_memory, optimize_memory
-from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.observing.costs import Choice
 from lightning_memopt.observing.model_state import unchanged
 from lightning_memopt.observing.no_memory import computing_nothing
@@ -29,6 +27,7 @@ from lightning_memopt.ops.value_bounds import Bounds, ValueBounds, bounds_of
 from lightning_memopt.planning import MemoryBudgetError, Plan, split_into_children
 from lightning_memopt.planning.memory_budget import budget_bytes
 from tests.equality import assert_same_tree
+from tests.process_memory import alive_bytes
 
 Forward = Callable[[nn.Module], Tensor]
 Made = tuple[nn.Module, Forward]
@@ -135,8 +134,7 @@ def test_the_plan_of_a_fake_model_is_that_of_the_real_one_and_keeps_its_budget(
     make: Callable[[], Made], budget: str, tmp_path: Path
 ) -> None:
     plan = planned(*made(make, fake=True), budget)
-    gc.collect()
-    others = sum(storage.nbytes() for storage in storages_alive(torch.device("cpu")))
+    others = alive_bytes()
     model, forward = made(make)
     expected = planned(model, forward, budget_bytes(budget) + others, can_chunk=cannot_be_cut)
     assert plan.treated

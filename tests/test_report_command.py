@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from lightning.pytorch import Trainer
 
 from lightning_memopt.cli import main
-from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.measuring.consumers import MemoryEstimate
 from lightning_memopt.planning import Plan
+from tests.process_memory import alive_bytes
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -75,8 +73,7 @@ def test_a_configuration_without_the_callback_is_shown_alone(
 def test_a_budget_takes_the_place_of_the_callback_and_the_table_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gc.collect()
-    others = sum(storage.nbytes() for storage in storages_alive(torch.device("cpu")))
+    others = alive_bytes()
     budget = 6 * 2**20 + others
     main(
         ["report", "--config", config(tmp_path), "--budget", f"{budget}", "--output", str(tmp_path / "report.html")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_memopt.measuring import StepMemory, mark_memory, measure_memory
-from lightning_memopt.measuring.allocation_events import storages_alive
+from tests.process_memory import alive_bytes
 
 Make = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -49,8 +48,7 @@ def step_of(make: Make, *, fake: bool) -> StepMemory:
 
 @pytest.mark.parametrize("make", [transformer, convolutions])
 def test_fake_tensors_take_the_bytes_of_real_ones(make: Make) -> None:
-    gc.collect()
-    others = sum(storage.nbytes() for storage in storages_alive(torch.device("cpu")))  # what other tests left alive
+    others = alive_bytes()  # what other tests left alive
     real, fake = (step_of(make, fake=is_fake) for is_fake in (False, True))
     # Scalars that torch makes of Python numbers while it runs an operation are no operation of their own.
     assert fake.peak_bytes == pytest.approx(real.peak_bytes - others, abs=64)
