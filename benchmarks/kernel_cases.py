@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from kernel_measuring import Call, Case, NotHereError, NotInstalledError, Work
 from torch import Tensor
 
 from lightning_memopt import functional, surrogate
+from lightning_memopt.ops import dispatch
 from lightning_memopt.ops.bit_pack import bit_pack, bit_pack_rows, bit_unpack
 from lightning_memopt.ops.launch import backend_for
 from lightning_memopt.ops.sparse import bit_positions, scatter_positions, sparse_pack
@@ -29,6 +31,8 @@ from lightning_memopt.ops.sparse import bit_positions, scatter_positions, sparse
 OURS = "lightning_memopt"
 OURS_AUTO = "lightning_memopt auto"
 OURS_FROM_BITS = "lightning_memopt from bits"
+OURS_WGMMA = "lightning_memopt by wgmma"
+OURS_WITHOUT_WGMMA = "lightning_memopt without wgmma"
 COPY = "device copy"
 NONZERO = "torch.nonzero"
 LINEAR = "F.linear"
@@ -85,7 +89,7 @@ class Sizes:
 
 
 _LINEAR = ((8192, 512, 512), (8192, 1024, 1024), (16384, 4096, 4096))
-_NARROW = ((65536, 1024, 128), (131072, 2048, 64))
+_NARROW = ((65536, 1024, 128), (65536, 4096, 128), (131072, 2048, 64))
 _FUSED = ((16, 512, 512, 512), (4, 4096, 512, 512), (4, 8192, 1024, 4096))
 SIZES = {
     "tiny": Sizes(
@@ -547,15 +551,38 @@ def _packed_linear_case(shape: tuple[int, int, int], dtype: str) -> Case:
             packed = functional.bit_pack_spike_dense(spikes)
             return Call(lambda: functional.packed_spike_linear(packed, weight), (packed, weight), error)
 
+        def chosen(choose: Callable[..., str]) -> Call:
+            _need_wgmma(device)
+            packed = functional.bit_pack_spike_dense(spikes)
+
+            def run() -> Tensor:
+                with mock.patch.object(dispatch, "choose_packed_linear", choose):
+                    return functional.packed_spike_linear(packed, weight)
+
+            return Call(run, (packed, weight), error)
+
         def peer() -> Call:
             rival = _peer()
             packed = rival.bit_pack_spike_dense(spikes)
             return Call(lambda: rival.packed_spike_linear(packed, weight), (packed, weight), error)
 
-        return {OURS: ours, PEER: peer, **_dense_products(spikes, weight, error)}
+        return {
+            OURS: ours,
+            OURS_WGMMA: lambda: chosen(lambda *_, **__: "wgmma"),
+            OURS_WITHOUT_WGMMA: lambda: chosen(functools.partial(dispatch.choose_packed_linear, wgmma=False)),
+            PEER: peer,
+            **_dense_products(spikes, weight, error),
+        }
 
     work = _linear_work(shape, dtype, m * -(-k // 8), _planes(dtype))
-    return Case("packed_spike_linear", f"{m}x{k}x{n}", dtype, work, (OURS, *_dense_names(dtype), PEER), build)
+    variants = (OURS, OURS_WGMMA, OURS_WITHOUT_WGMMA, *_dense_names(dtype), PEER)
+    return Case("packed_spike_linear", f"{m}x{k}x{n}", dtype, work, variants, build)
+
+
+def _need_wgmma(device: torch.device) -> None:
+    need_kernels(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        raise NotHereError("wgmma needs a CUDA device of compute capability 9.0")
 
 
 def _dense_names(dtype: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kernel_cases import COPY, LINEAR, OURS, PEER, PEER_UNFUSED, UNFUSED
+from kernel_cases import COPY, LINEAR, OURS, OURS_WGMMA, OURS_WITHOUT_WGMMA, PEER, PEER_UNFUSED, UNFUSED
 
 MIB = 2**20
 NOT_HERE = "not measured on this device"
@@ -116,6 +116,9 @@ def _goals() -> Iterator[tuple[str, str, Assess]]:
     yield f"packed_spike_linear fp32 {large}, error", "<= cuBLAS fp32's", _error_goal(large)
     yield "packed_spike_linear bf16, N <= 128, M >= 65536", "faster than cuBLAS bf16", _packed_bf16(True, 1.0)
     yield "packed_spike_linear bf16, other shapes", "<= 1.1 x cuBLAS bf16", _packed_bf16(False, 1.1)
+    for dtype in ("fp32", "bf16"):
+        target = "<= 1.05 x the faster with or without wgmma"
+        yield f"packed_spike_linear {dtype}, choice of kernel", target, _right_choice(dtype)
     sparse = f"{large}, 2 %"
     yield f"sparse_linear fp32 {sparse}, time", "<= 0.3 x SpikingJelly's", _sparse_time(sparse)
     yield f"sparse_linear fp32 {sparse}, workspace", "<= M K / 4 bytes", _sparse_workspace(sparse)
@@ -231,6 +234,23 @@ def _packed_bf16(narrow: bool, limit: float) -> Assess:
             ratios[shape] = _ms(ours) / _ms(cublas)
         worst = max(ratios, key=lambda shape: ratios[shape])
         return f"{ratios[worst]:.3f} x at {worst}", _at_most(ratios[worst], limit, strictly=narrow)
+
+    return assess
+
+
+def _right_choice(dtype: str) -> Assess:
+    """The worst ratio, over all shapes, of the time of the kernel that is chosen to that of the faster one."""
+
+    def assess(rows: _Rows) -> tuple[str, str]:
+        ratios = {}
+        for row in rows.find("packed_spike_linear", OURS, dtype):
+            ours, *both = (
+                rows.one("packed_spike_linear", name, dtype, row.shape)
+                for name in (OURS, OURS_WGMMA, OURS_WITHOUT_WGMMA)
+            )
+            ratios[row.shape] = _ms(ours) / min(map(_ms, both))
+        worst = max(ratios, key=lambda shape: ratios[shape])
+        return f"{ratios[worst]:.3f} x at {worst}", _at_most(ratios[worst], 1.05)
 
     return assess
 

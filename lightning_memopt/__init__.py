@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lightning_memopt.version import __version__ as __version__
 
 # Where each public name lives; it is imported when it is first used.
 _HOME = {

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memopt import MemoryOptimization
@@ -129,6 +130,9 @@ def test_costs_at_other_sizes_are_those_that_would_be_observed() -> None:
     for size in (48, 160):
         costs = observed(size)
         predicted = costs_at(size, small)
+        left = [[cost.left_bytes for region in of.regions for cost in region.choices] for of in (costs, predicted)]
+        assert left[1] == left[0]
+        assert any(left[0])
         for budget in (0, 10**12):  # the least peak, and the plain one
             expected = solve(costs, budget).simulated.peak_bytes
             assert solve(predicted, budget).simulated.peak_bytes == pytest.approx(expected, rel=0.01)
@@ -278,6 +282,43 @@ def test_three_steps_that_all_took_too_much_are_a_refusal() -> None:
     assert refused.value.least_bytes == 110_000
 
 
+def test_gradients_of_the_step_before_take_their_share_of_the_budget() -> None:
+    """With more weights than activations, the forward then holds the peak."""
+    options: dict[str, Any] = {"can_chunk": whole, "start": 16}
+    budget = alive_bytes() + 3 * MIB // 2
+    sizes = [
+        find_batch_size(dense(depth=16), dense_forward, budget, gradients_in_forward=old, **options)
+        for old in (False, True)
+    ]
+    assert sizes[1] < sizes[0]
+    model = dense(depth=16)
+    one_more = sizes[1] + max(1, sizes[1] // 50)
+    with pytest.raises(MemoryBudgetError, match="gradients of the step before"):
+        optimize_memory(
+            model,
+            example_forward=lambda model: dense_forward(model, one_more),
+            memory_budget=budget,
+            gradients_in_forward=True,
+            can_chunk=whole,
+        )
+
+
+@pytest.mark.parametrize("no_memory", [lambda: torch.device("meta"), FakeTensorMode], ids=["meta", "fake"])
+def test_a_model_without_memory_gets_the_batch_size_that_the_real_one_gets(no_memory: Callable[[], Any]) -> None:
+    budget = alive_bytes() + MIB
+    real = find_batch_size(dense(), dense_forward, budget, can_chunk=whole, compress=False)
+    with no_memory():
+        model = dense()
+    # Nothing but the step counts.
+    size = find_batch_size(model, dense_forward, budget - alive_bytes(), can_chunk=whole, compress=False)
+    assert size == pytest.approx(real, rel=0.02)
+    plan = applied_plan(model)
+    assert plan is not None
+    assert plan.from_shapes
+    assert plan.batch_size == size
+    assert all(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks
 
@@ -397,6 +438,29 @@ def test_a_hyperparameter_of_the_module_will_do_and_the_data_set_is_the_limit(
         make_trainer(tmp_path, callback, sizes, max_steps=1).fit(module)
     assert (callback.batch_size, module.hparams.batch_size, sizes.seen) == (50, 50, [50])
     assert "set batch_size to 50 (all the data there is); it was 16." in caplog.text + capsys.readouterr().err
+
+
+def fit_on_rank(rank: int, folder: str) -> tuple[int, list[int], str, int]:
+    seed_everything(0)
+    held = torch.zeros(rank * 2**17)  # the second rank has less left
+    callback = MemoryOptimization(memory_budget="4MiB", find_batch_size=True, can_chunk=whole)
+    sizes, data = Sizes(), Data(count=6000)
+    trainer = make_trainer(Path(folder), callback, sizes, max_steps=2, devices=2, strategy="ddp")
+    trainer.fit(DenseNetwork(), datamodule=data)
+    assert callback.plan is not None
+    assert callback.batch_size == data.batch_size == callback.plan.batch_size
+    assert callback.plan.peak_bytes_after + callback.plan.reserved_bytes <= 4 * MIB
+    del held
+    return callback.batch_size, sizes.seen, callback.plan.digest(), callback.plan.world_size
+
+
+def test_two_ranks_under_ddp_train_with_one_size(tmp_path: Path) -> None:
+    first, second = run_ranks(fit_on_rank, 2, str(tmp_path), timeout=300.0)
+    assert first == second
+    size, seen, _, world_size = first
+    assert seen == [size, size]
+    assert 16 < size < 3000  # each rank's own
+    assert world_size == 2
 
 
 def test_a_refusal_changes_neither_model_nor_batch_size(tmp_path: Path) -> None:

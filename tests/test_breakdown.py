@@ -21,6 +21,7 @@ from lightning_memopt.measuring import StepMemory
 from lightning_memopt.measuring.attribution import StepAttribution
 from lightning_memopt.measuring.consumers import MemoryEstimate
 from tests.process_memory import alive_bytes
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 N, C = 64, 32
@@ -560,3 +561,48 @@ def test_hooks_of_others_are_refused_by_function_transforms_as_ever() -> None:
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         measure_memory(step, model=model, device="cpu")
     torch.func.grad(lambda sample: model(sample).sum())(data)
+
+
+def _steps_on_rank(rank: int, as_views: bool, zeroed: bool) -> dict[str, Any]:
+    """Steps of a model that DDP wraps, the second of which makes the buckets anew, each measured with its model."""
+    model = Net(6)
+    before = alive_bytes()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=as_views, bucket_cap_mb=0.01)
+    buckets = alive_bytes() - before
+    data, optimizer = torch.rand(N, C), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        loss = wrapped(data).square().mean()
+        optimizer.zero_grad(set_to_none=not zeroed)
+        loss.backward()
+        del loss
+        optimizer.step()
+
+    steps = [measure_memory(step, device=CPU, model=model, optimizer=optimizer, batch=data) for _ in range(3)]
+    alone = measure_memory(step, device=CPU)
+    return {"size": bytes_of(model.parameters()), "buckets": buckets, "steps": steps, "alone": alone}
+
+
+@pytest.mark.parametrize(("as_views", "zeroed"), [(False, False), (True, False), (True, True)])
+def test_buckets_of_ddp_are_communication_unless_the_gradients_lie_in_them(as_views: bool, zeroed: bool) -> None:
+    for rank in run_ranks(_steps_on_rank, 2, as_views, zeroed, timeout=240.0):
+        size, steps = rank["size"], rank["steps"]
+        assert rank["buckets"] == size
+        for report in steps:
+            peak = report.breakdown.peak
+            assert peak.total_bytes == report.peak_bytes
+            for position, point in enumerate(report.timeline):
+                assert sum(sizes[position] for sizes in report.by_consumer.values()) == point.bytes
+            assert peak.other <= 0.01 * peak.total_bytes
+            at_end = report.breakdown.at("backward end")
+            assert at_end.gradients == size
+            assert at_end.communication == (0 if as_views else size)
+        first, second, third = (report.by_consumer for report in steps)
+        held = "gradients" if as_views else "communication"
+        assert first[held][0] == second[held][0] == third[held][0] == size  # before any gradient, too
+        # The gradients keep the old buckets until they are zeroed or replaced.
+        assert max(second[held]) == (2 * size if as_views else size)
+        assert max(third[held]) == size
+        assert rank["alone"].start_bytes == steps[2].start_bytes
+        # A number that torch wraps into a tensor for an operation lives a little longer where that is watched.
+        assert 0 <= steps[2].peak_bytes - rank["alone"].peak_bytes <= 8

@@ -294,6 +294,17 @@ def test_activation_bytes_count_only_where_no_product_is_repeated(budgets: Modul
     assert verdict(gates, [without, repeating, free], "gpt: activation").kept is True
 
 
+def test_the_gate_of_activation_bytes_says_what_a_budget_pays_for_them(budgets: ModuleType, gates: ModuleType) -> None:
+    without = kept_row(budgets, "vgg", gates.NO_PRODUCTS, budget_bytes=None, extra_flops_ratio=0.0, held_bytes=500)
+    tight = kept_row(budgets, "vgg", "1/3", held_bytes=100, extra_flops_ratio=0.2)
+    wide = kept_row(budgets, "vgg", "2/3", held_bytes=600, extra_flops_ratio=0.0026)
+    small = kept_row(budgets, "vgg", "3/3", held_bytes=900, extra_flops_ratio=0.0)
+    found = verdict(gates, [without, tight, wide, small], "vgg: activation")
+    assert found.kept is True
+    assert found.measured.startswith("50.0% (no extra products")
+    assert found.measured.endswith("as a budget chooses 40.0% with 0.26% more FLOPs (2/3)")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Costs
 

@@ -207,9 +207,9 @@ def test_reductions_of_a_warp() -> None:
 def test_integer_intrinsics_agree_with_python() -> None:
     words = torch.randint(-(2**31), 2**31, (64,), dtype=torch.int64).to(torch.int32)
     words[:4] = torch.tensor([0, 1, -1, -(2**31)], dtype=torch.int32)
-    out = ints(6, 64)
+    out = ints(7, 64)
     run("integers", words, out, threads=64)
-    for word, (popc, ffs, clz, brev, perm, sign) in zip(words.tolist(), out.T.tolist(), strict=True):
+    for word, (popc, ffs, clz, brev, perm, same, signs) in zip(words.tolist(), out.T.tolist(), strict=True):
         bits = f"{word & 0xFFFFFFFF:032b}"
         assert popc == bits.count("1")
         assert ffs == (len(bits) - bits.rindex("1") if "1" in bits else 0)
@@ -217,7 +217,10 @@ def test_integer_intrinsics_agree_with_python() -> None:
         assert brev & 0xFFFFFFFF == int(bits[::-1], 2)
         both = (word & 0xFFFFFFFF).to_bytes(4, "little") + (0x44332211).to_bytes(4, "little")
         assert (perm & 0xFFFFFFFF).to_bytes(4, "little") == bytes(both[i] for i in (6, 0, 3, 5))
-        assert (sign & 0xFFFFFFFF).to_bytes(4, "little") == bytes([255 * (both[3] >> 7)] * 4)
+        assert (same & 0xFFFFFFFF).to_bytes(4, "little") == bytes([both[3]] * 4)
+        both = (word & 0xFFFFFFFF).to_bytes(4, "little") + ((word << 4) & 0xFFFFFFFF).to_bytes(4, "little")
+        expected = bytes([both[3], 255 * (both[7] >> 7), 255 * (both[3] >> 7), both[5]])
+        assert (signs & 0xFFFFFFFF).to_bytes(4, "little") == expected
 
 
 @pytest.mark.parametrize(
@@ -303,6 +306,53 @@ def test_wrong_uses_of_matrix_instructions_are_reported(entry: str, message: str
         pytest.skip("shared memory is not told from other memory in a build with sanitizers")
     with pytest.raises(KernelError, match=message):
         run(entry, ints(256), shared_bytes=1024)
+
+
+def multiply_by_warpgroup(entry: str, seed: int, dtype: torch.dtype = torch.bfloat16, threads: int = 128) -> None:
+    a, b = torch.randint(-8, 8, (64, 64)).to(dtype), torch.randint(-8, 8, (128, 64)).to(dtype)
+    before = torch.randint(-99, 99, (64, 128)).float()
+    out = before.clone()
+    run(f"warpgroup_{entry}", a, b, out, threads=threads, shared_bytes=128 * 128 + 2048, seed=seed)
+    assert torch.equal(out, a.float() @ b.float().t() + before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_warpgroup_multiplies(dtype: torch.dtype) -> None:
+    for seed in SEEDS:
+        multiply_by_warpgroup("bfloat16" if dtype == torch.bfloat16 else "half", seed, dtype)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("no_fence", "without wgmma_fence"),
+        ("no_publication", "has copied and not published"),
+        ("no_end", "returns while a product of its warpgroup runs"),
+        ("weights_changed", "shared memory that a product .* reads changes before it is done"),
+        ("spikes_changed", "writes to the spikes of a product .* that runs"),
+        ("sums_changed", "writes to the sums of a product that runs"),
+        ("misaligned", "not aligned to 1024 bytes"),
+        ("past_the_row", "across the end of its rows"),
+        ("two_descriptors", "by different descriptors"),
+        ("a_warp_less", "warp 2 starts 3 products, another warp of its warpgroup 4"),
+    ],
+)
+def test_wrong_uses_of_a_warpgroup_are_reported(entry: str, message: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(KernelError, match=message):
+            multiply_by_warpgroup(entry, seed)
+
+
+def test_a_warpgroup_has_four_warps() -> None:
+    with pytest.raises(KernelError, match="fewer than four warps"):
+        multiply_by_warpgroup("bfloat16", 1, threads=96)
+
+
+def test_sums_of_a_warpgroup_that_are_not_waited_for_read_as_poison() -> None:
+    out = torch.zeros(64, 128)
+    ones = torch.ones(128, 64, dtype=torch.bfloat16)
+    run("warpgroup_no_wait", ones[:64], ones, out, threads=128, shared_bytes=128 * 128 + 1024)
+    assert out.isnan().all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

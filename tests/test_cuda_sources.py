@@ -25,6 +25,8 @@ SOURCES = sorted(path.name for path in source_folder().glob("*.cu"))
 HEADERS = sorted(path.name for path in source_folder().glob("*.cuh"))
 PTXAS = ROOT / "tests" / "ptxas.py"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+# Sources with instructions that exist on one architecture alone.
+ONE_ARCHITECTURE = {name: ("sm_90a",) for name in SOURCES if name.startswith("packed_linear_wgmma_")}
 
 # For a kernel that says neither by `// registers <= N` nor by __launch_bounds__ how many it may take.
 DEFAULT_REGISTERS = 128
@@ -110,12 +112,15 @@ def register_caps(text: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_stay_in_registers_on_every_architecture(name: str) -> None:
     text = read_source(name)
+    architectures = ONE_ARCHITECTURE.get(name, ARCHITECTURES)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        logs = dict(zip(ARCHITECTURES, pool.map(functools.partial(compile_for, text), ARCHITECTURES), strict=True))
+        logs = dict(zip(architectures, pool.map(functools.partial(compile_for, text), architectures), strict=True))
     caps = register_caps(text)
     too_much = []
     for architecture, log in logs.items():
         assert "warning" not in log, f"{architecture}:\n{log}"
+        # That products of a warpgroup run one after the other, because their registers do not allow more.
+        assert "Performance Loss" not in log, f"{architecture}:\n{log}"
         compiled = compiled_kernels(log)
         assert compiled.keys() == caps.keys()
         too_much += [

@@ -33,7 +33,10 @@ RIVALS = {
     "row_pack": {"device copy", "spikingjelly"},
     "positions": {"device copy", "torch.nonzero", "spikingjelly compressor"},
     "scatter_positions": {"device copy", "spikingjelly compressor"},
-    "packed_spike_linear": {"F.linear", "F.linear TF32", "F.linear, three bf16 planes", "spikingjelly"},
+    "packed_spike_linear": {
+        *("lightning_memopt by wgmma", "lightning_memopt without wgmma"),
+        *("F.linear", "F.linear TF32", "F.linear, three bf16 planes", "spikingjelly"),
+    },
     "packed_spike_linear_backward": {"F.linear", "F.linear TF32", "spikingjelly"},
     "sparse_linear": {"F.linear", "F.linear TF32", "spikingjelly"},
     "if_linear": {"lightning_memopt neuron, F.linear", "spikingjelly", "spikingjelly neuron, F.linear"},
@@ -147,7 +150,7 @@ def test_what_needs_a_gpu_is_a_row_that_says_so(whole_run: dict[str, Any]) -> No
 
 
 def test_no_goal_is_judged_by_a_cpu(whole_run: dict[str, Any]) -> None:
-    assert len(whole_run["goals"]) == 16
+    assert len(whole_run["goals"]) == 18
     assert {goal["status"] for goal in whole_run["goals"]} == {"not measured on this device"}
 
 
@@ -502,7 +505,7 @@ def test_every_goal_is_answered_by_the_rows_of_a_run(
     kernels: ModuleType, cases: ModuleType, goals: ModuleType, size: str
 ) -> None:
     statuses = judged(goals, ideal_rows(kernels, cases, size))
-    assert len(statuses) == 16
+    assert len(statuses) == 18
     assert all(status == "reached" or status.startswith("short by") for status in statuses.values()), statuses
 
 
@@ -544,6 +547,12 @@ FUSED = "lif_linear forward+backward"
             ("packed_spike_linear", {"ms_median": 1.1}),
             {"ms_median": 1.21},
             "10.0 %",
+        ),
+        (
+            "packed_spike_linear fp32, choice of kernel",
+            ("packed_spike_linear", {"ms_median": 1.05}),
+            {"ms_median": 2.1},
+            "100.0 %",
         ),
         (
             f"sparse_linear fp32 {LARGE}, 2 %, time",

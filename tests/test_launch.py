@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,47 @@ class FakeFunction:
         self.calls.append((grid, block, arguments, shared_mem, stream.ptr))
 
 
+class FakeNvrtc:
+    """CUDA's compiler, which knows one architecture."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.programs: dict[int, str] = {}
+
+    def createProgram(self, code: str, name: str, headers: tuple[str, ...], names: tuple[str, ...]) -> int:
+        self.programs[len(self.compiled)] = code
+        return len(self.compiled)
+
+    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
+        self.compiled.append((self.programs[program], options))
+        if "-arch=sm_90a" not in options:
+            raise RuntimeError("NVRTC_ERROR_COMPILATION (6)")
+
+    def getProgramLog(self, program: int) -> str:
+        return "not supported on this target"
+
+    def getCUBIN(self, program: int) -> bytes:
+        return b"binary"
+
+    def destroyProgram(self, program: int) -> None:
+        del self.programs[program]
+
+
 class FakeCupy:
     """Compiles nothing, and says what it was asked to compile."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.loaded: list[bytes] = []
         self.functions: dict[str, FakeFunction] = {}
+        self.cuda = types.SimpleNamespace(nvrtc=FakeNvrtc())
 
-    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
-        self.compiled.append((code, options))
+    def RawModule(self, *, code: str | None = None, options: tuple[str, ...] = (), path: str | None = None) -> Any:
+        if code is not None:
+            self.compiled.append((code, options))
         get = lambda entry: self.functions.setdefault(entry, FakeFunction(entry))  # noqa: E731
-        return types.SimpleNamespace(get_function=get)
+        load = lambda: self.loaded.append(Path(str(path)).read_bytes())  # noqa: E731
+        return types.SimpleNamespace(get_function=get, compile=load)
 
 
 @pytest.fixture
@@ -213,6 +244,26 @@ def test_a_kernel_is_compiled_once_a_device_and_runs_on_torchs_stream(cupy: Fake
     expected = ((2, 1, 1), (256, 1, 1), (tensor.data_ptr(), 0, np.int64(7)), 0)
     # A device without an index is the current one.
     assert calls == [(*expected, 1000), (*expected, 1000), (*expected, 1001)]
+
+
+def test_a_kernel_for_one_architecture_is_compiled_for_it_and_loaded_once_a_device(cupy: FakeCupy) -> None:
+    backend = CupyBackend()
+    kernel = replace(KERNEL, architecture="sm_90a")
+    for device in (CUDA, CUDA, torch.device("cuda")):
+        backend.launch(kernel, (2, 1, 1), (), device)
+    nvrtc = cupy.cuda.nvrtc
+    assert nvrtc.compiled == [(read_source("bit_pack.cu"), ("--std=c++17", "-ftz=true", "-arch=sm_90a"))] * 2
+    assert cupy.loaded == [b"binary"] * 2
+    assert cupy.compiled == []
+    assert nvrtc.programs == {}
+    assert len(cupy.functions[KERNEL.entry].calls) == 3
+
+
+def test_what_the_compiler_says_of_a_kernel_for_one_architecture_is_part_of_the_error(cupy: FakeCupy) -> None:
+    kernel = replace(KERNEL, architecture="sm_91a")
+    with pytest.raises(RuntimeError, match=r"bit_pack.cu: NVRTC_ERROR_COMPILATION.*not supported on this target"):
+        CupyBackend().launch(kernel, (1, 1, 1), (), CUDA)
+    assert cupy.cuda.nvrtc.programs == {}
 
 
 def test_the_limit_of_shared_memory_is_raised_as_far_as_launches_need(cupy: FakeCupy) -> None:

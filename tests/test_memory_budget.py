@@ -22,6 +22,7 @@ from lightning_memopt.measuring import measure_memory, optimizer_bytes
 from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, optimize_memory
 from lightning_memopt.planning.within_budget import MOST_STEPS, plan_within
+from tests.benchmark_scripts import benchmark_scripts
 from tests.digits_training import Recorder, SpikingConv, Transformer, assert_same_training, make_trainer, training_data
 from tests.equality import assert_same_tree, frozen, seed_everything, state_of
 from tests.ranks import run_ranks
@@ -164,6 +165,30 @@ def test_a_budget_that_nothing_meets_names_the_smallest_that_can_be_met(ends: tu
     assert plan_for(model, least).peak_bytes_after <= least
 
 
+@pytest.mark.parametrize("name", ["resnet", "sew_resnet34"])
+def test_the_smallest_budget_is_met_and_one_percent_less_is_refused(name: str) -> None:
+    with benchmark_scripts("models") as [models]:
+        built = models.build(name, size="tiny")
+        model: nn.Module = built.model.train()
+
+        def forward(model: nn.Module) -> Any:
+            built.reset(model)
+            return built.loss(model, built.batch)
+
+        def least(budget: int) -> int:
+            with pytest.raises(MemoryBudgetError, match="measured") as refused:
+                optimize_memory(model, example_forward=forward, memory_budget=budget)
+            return refused.value.least_bytes
+
+        smallest = least(1) + _SLACK
+        optimize_memory(model, example_forward=forward, memory_budget=smallest)
+        seed_everything(1)
+        assert measure_memory(lambda: forward(model).backward()).peak_bytes <= smallest
+        model.zero_grad()
+        built.reset(model)
+        assert least(int(0.99 * smallest)) == pytest.approx(smallest, abs=3 * _SLACK)
+
+
 def test_what_the_optimizer_will_hold_counts() -> None:
     plain = peak_of(network())
     model = network()
@@ -235,6 +260,11 @@ def test_the_plan_says_why_and_survives_its_file(planned: list[Planned], tmp_pat
     ({"reserved_bytes": 5}, ValueError, "reserved_bytes counts against memory_budget"),
     ({"memory_budget": "1GiB", "reserved_bytes": -5}, ValueError, "0 or more"),
     ({"memory_budget": "1GiB", "optimizer": "Adam"}, TypeError, "Optimizer"),
+    ({"memory_budget": "1GiB", "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, ValueError,
+     r"optimizer holds 1 parameters in SGD, none of them of the model"),
+    ({"memory_budget": "1GiB", "gradients_in_forward": "yes"}, TypeError, "True or False, found 'yes'"),
+    ({"memory_budget": "1GiB", "reserved_bytes": 2**31}, MemoryBudgetError,
+     r"2048\.0 MiB for what optimizers will hold and what is reserved"),
     ({"memory_budget": "1GiB", "example_forward": None}, ValueError, "example_forward"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_in_words(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -279,6 +309,19 @@ def test_a_step_above_its_prediction_is_planned_again() -> None:
     assert within.best.peak_bytes <= 1300
     assert seen == sorted(seen)
     assert 1 < len(seen) <= MOST_STEPS
+
+
+def test_the_third_step_is_that_of_the_plan_with_the_least_peak() -> None:
+    """Each plan that should be within the budget takes a little more; the one with the least peak is within."""
+    peaks = {1: 1391, 2: 1391, 3: 1391, 4: 1100}
+    seen = []
+
+    def measure(chosen: Any) -> int:
+        seen.append(len(chosen))
+        return peaks[len(chosen)]
+
+    assert plan_within(costs(), 1390, measure).best.peak_bytes == 1100
+    assert seen == [1, 2, 4]
 
 
 def test_a_step_far_below_its_prediction_is_planned_again_for_speed() -> None:

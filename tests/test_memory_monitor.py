@@ -18,20 +18,20 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
 
-from lightning_memopt import checkpoint_module
+from lightning_memopt import MemoryOptimization, checkpoint_module
 from lightning_memopt.callbacks import memory_monitor, out_of_memory
 from lightning_memopt.callbacks.leak_watch import LeakWatch
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
-from lightning_memopt.measuring import measure_memory
+from lightning_memopt.measuring import attribution, measure_memory
 from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.measuring.consumers import CONSUMERS
-from lightning_memopt.measuring.storage_trace import StorageTrace
+from tests.benchmark_scripts import benchmark_scripts
 from tests.ranks import run_ranks
 
 MIB = 2**20
@@ -509,6 +509,158 @@ def test_a_step_that_is_not_broken_down_keeps_nothing_and_calls_nothing_of_the_a
     assert monitor._batch is None
 
 
+# What goes wrong in the monitor itself.
+
+
+def _warned(tmp_path: Path, model: LightningModule, monitor: MemoryMonitor, **options: Any) -> list[str]:
+    """The warnings of a training, which ends as it would without a monitor."""
+    plain, twin = copy.deepcopy(model), model
+    torch.manual_seed(1)  # of the data
+    _trainer(tmp_path, **options).fit(plain)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = _trainer(tmp_path, monitor, **options)
+        trainer.fit(twin)
+    assert trainer.global_step == 6
+    for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.autograd._profiler_enabled()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    return [str(warning.message) for warning in caught if "MemoryMonitor could not" in str(warning.message)]
+
+
+class Angry(dict[str, Any]):
+    """An attribute that raises when it is looked into."""
+
+    def values(self) -> Any:
+        raise ArithmeticError("leave me alone")
+
+
+def test_a_model_that_cannot_be_looked_into_trains_without_breakdown_and_is_told_once(tmp_path: Path) -> None:
+    model = AdamNet()
+    model.mood = Angry(a=1)
+    monitor = MemoryMonitor(breakdown_every_n_steps=2)
+    (told,) = _warned(tmp_path, model, monitor)
+    assert told.startswith("MemoryMonitor could not measure a step, and leaves it out: ArithmeticError: leave me alone")
+    assert monitor.breakdown is None
+
+
+@pytest.mark.parametrize("method", ["_see_results", "_boundary", "_note_state"])
+def test_an_error_while_a_step_is_watched_is_none_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    plain = getattr(attribution._AttributingTrace, method)
+
+    def failing(trace: Any, *arguments: Any) -> Any:
+        if trace._following:
+            raise ArithmeticError("lost count")
+        return plain(trace, *arguments)
+
+    monkeypatch.setattr(attribution._AttributingTrace, method, failing)
+    (told,) = _warned(tmp_path, AdamNet(), MemoryMonitor(breakdown_every_n_steps=2))
+    assert told.startswith("MemoryMonitor could not measure a step, and leaves it out: ")
+    assert "ArithmeticError: lost count" in told
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "what"),
+    [
+        (memory_monitor, "process_memory", "measure a step"),
+        (memory_monitor, "tensors_inside", "find the size of a batch"),
+        (LeakWatch, "see", "look for leaks"),
+        (attribution, "_attributed", "measure a step"),
+    ],
+)
+def test_what_fails_in_the_monitor_is_left_out_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, what: str
+) -> None:
+    plain, calls = getattr(place, name), []
+
+    def failing(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(name)
+        if len(calls) > 1:
+            raise OSError("gone")
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(place, name, failing)
+    (told,) = _warned(tmp_path, AdamNet(), MemoryMonitor(breakdown_every_n_steps=2))
+    assert told == f"MemoryMonitor could not {what}, and leaves it out: OSError: gone"
+    assert len(calls) > 2
+
+
+def test_where_there_is_no_resident_memory_to_read_all_else_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr(memory_monitor, "process_memory", absent)
+    trainer = _trainer(tmp_path, MemoryMonitor())
+    trainer.fit(Net())
+    names = set(_monitored(trainer))
+    assert {"step_ms", "samples_per_s", "epoch_step_ms_mean"} <= names
+    assert not {"rss_mib", "epoch_rss_mib"} & names
+
+
+def test_a_profiler_of_the_user_is_left_to_run_and_the_breakdown_left_out(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, MemoryMonitor(breakdown_every_n_steps=2))
+    with torch.profiler.profile() as profiler, pytest.warns(RuntimeWarning, match="a torch profiler already runs"):
+        trainer.fit(Net())
+    assert trainer.global_step == 6
+    assert profiler.events()
+
+
+def test_errors_of_the_user_end_the_training_as_they_are(tmp_path: Path) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise ArithmeticError("the model's")
+            return super().training_step(batch, batch_idx)
+
+    class FullDisk(CSVLogger):
+        def log_metrics(self, *_: Any, **__: Any) -> None:
+            raise OSError("the logger's")
+
+    def size(batch: Any) -> int:
+        raise LookupError("the function's")
+
+    model = Failing()
+    model.mood = Angry()
+    with pytest.raises(ArithmeticError, match="the model's"):
+        _trainer(tmp_path, MemoryMonitor(breakdown_every_n_steps=2)).fit(model)
+    with pytest.raises(OSError, match="the logger's"):
+        _trainer(tmp_path, MemoryMonitor(), logger=FullDisk(tmp_path)).fit(Net())
+    with pytest.raises(LookupError, match="the function's"):
+        _trainer(tmp_path, MemoryMonitor(batch_size_fn=size)).fit(Net())
+
+
+def test_what_the_model_logs_is_not_read_off_the_device_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Showing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+    reads = 0
+    plain = _ResultCollection.metrics
+
+    def counted(self: Any, on_step: bool) -> Any:
+        nonlocal reads
+        reads += 1
+        return plain(self, on_step)
+
+    monkeypatch.setattr(_ResultCollection, "metrics", counted)
+    numbers = []
+    for callbacks in ((), (MemoryMonitor(),)):
+        reads = 0
+        _trainer(tmp_path, *callbacks).fit(Showing())
+        numbers.append(reads)
+    assert numbers[0] == numbers[1] > 0
+
+
 # Leaks.
 
 
@@ -653,24 +805,8 @@ def test_growth_with_the_shapes_is_no_leak_and_growth_that_nobody_explains_is_sa
 
 # Running out of memory, on the CPU: a dispatch mode that refuses at a number of bytes.
 
-
-class Limit(StorageTrace):
-    """Raises torch's error where more than ``limit`` bytes would be alive."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(torch.device("cpu"))
-        self.limit = limit
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.end_bytes
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.end_bytes > max(self.limit, before):
-            raise torch.OutOfMemoryError(f"limit of {self.limit} bytes reached in {func}")
-        return out
-
-    def _see(self, tensor: torch.Tensor, operation: Any = None) -> None:
-        if not isinstance(tensor, FakeTensor):  # of a report, which may use no memory
-            super()._see(tensor, operation)
+with benchmark_scripts("memory_limit") as (memory_limit,):
+    MemoryLimit = memory_limit.MemoryLimit
 
 
 class Deep(Net):
@@ -700,15 +836,33 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run_out(tmp_path: Path, model: LightningModule, above_start: int, **arguments: Any) -> tuple[Any, str, list[str]]:
     gc.collect()
-    limit = Limit(0)
+    limit = MemoryLimit(0)
     limit.limit = limit.start_bytes + above_start
+    return _run_into(limit, tmp_path, model, MemoryMonitor(**arguments), limit_val_batches=0)
+
+
+def _run_into(
+    limit: Any, tmp_path: Path, model: LightningModule, *callbacks: Callback, **options: Any
+) -> tuple[Any, str, list[str]]:
+    """The error, the report and the warnings of a training whose memory ends."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with limit, pytest.raises(torch.OutOfMemoryError) as error:
-            _trainer(tmp_path, MemoryMonitor(**arguments), limit_val_batches=0).fit(model)
+            _trainer(tmp_path, *callbacks, **options).fit(model)
     reports = [*tmp_path.rglob("out_of_memory*.txt")]
     told = [str(w.message) for w in caught if "MemoryMonitor" in str(w.message)]
     return error.value, reports[0].read_text() if reports else "", told
+
+
+class Ending(Callback):
+    """The memory ends when ``hook`` of this callback is called in the ``step``-th step: the next tensor is refused."""
+
+    def __init__(self, limit: Any, hook: str, step: int) -> None:
+        def end(trainer: Trainer, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == step:
+                limit.limit = limit.end_bytes
+
+        setattr(self, hook, end)
 
 
 @pytest.mark.usefixtures("patient")
@@ -778,11 +932,115 @@ def test_of_an_optimizer_step_that_ran_out_of_memory_nothing_of_the_batch_is_adv
     assert "MemoryOptimization" not in report
 
 
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("hook", "step", "phase"),
+    [
+        ("on_train_batch_start", 1, "forward"),
+        ("on_before_backward", 1, "backward"),
+        ("on_before_optimizer_step", 3, "optimizer step"),
+    ],
+)
+def test_between_micro_batches_the_gradients_stay_and_the_batch_is_divided_once_more(
+    tmp_path: Path, hook: str, step: int, phase: str
+) -> None:
+    limit = MemoryLimit(2**60)
+    model = Deep()
+    model.layers = nn.Identity()  # has no gradients
+    callbacks = Ending(limit, hook, step), MemoryMonitor()
+    options = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
+    error, report, (message,) = _run_into(limit, tmp_path, model, *callbacks, **options)
+    assert report.startswith(f"Out of memory in the {phase}\n  {error}")
+    gradients = f"  gradients            {_bytes_of(model) / MIB:>12.3f}"
+    assert report.count(gradients) == 2  # those of the batch before are alive, and in the estimated peak
+    if phase == "optimizer step":
+        assert "`fused=True` of the optimizer" in message
+    else:
+        assert "`MemoryOptimization(level=1)` would lower the peak from" in message
+        assert "A batch of 512 instead of 1024 samples" in report
+        assert "`accumulate_grad_batches=4` keeps the effective batch" in report
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_training_within_a_budget_is_advised_a_smaller_one(tmp_path: Path) -> None:
+    limit = MemoryLimit(2**60)
+    optimization = MemoryOptimization(memory_budget="1GiB", verbose=False)
+    callbacks = optimization, Ending(limit, "on_before_backward", 1), MemoryMonitor()
+    _, report, (message,) = _run_into(limit, tmp_path, Deep(), *callbacks)
+    assert report.startswith("Out of memory in the backward")
+    assert "A `memory_budget` below '1GiB' would lower the peak from" in message
+    assert "level=1" not in report
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_training_whose_blocks_are_all_recomputed_is_not_advised_to_recompute_them(tmp_path: Path) -> None:
+    limit = MemoryLimit(2**60)
+    callbacks = MemoryOptimization(verbose=False), Ending(limit, "on_before_backward", 1), MemoryMonitor()
+    _, report, (message,) = _run_into(limit, tmp_path, Deep(), *callbacks)
+    assert report.startswith("Out of memory in the backward")
+    assert "A batch of 512 instead of 1024 samples would take about" in message
+    assert "MemoryOptimization" not in report
+
+
+@pytest.mark.usefixtures("patient")
+def test_where_the_limit_is_known_the_report_says_what_fits_and_which_budget_to_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_of_memory, "_limit", lambda device: 5 * MIB)
+    _, report, _ = _run_out(tmp_path, Deep(), 3 * MIB)
+    recomputed, budget, smaller = report.partition("the cheapest first\n")[2].splitlines()
+    before, after = map(float, re.findall(r"from ([\d.]+) to ([\d.]+) MiB by estimate, which fits", recomputed)[0])
+    assert after < 5 < before
+    assert '`MemoryOptimization(memory_budget="4 MiB")` finds the fastest way to fit.' in budget
+    assert float(re.findall(r"about ([\d.]+) MiB, which fits", smaller)[0]) < 5
+
+
+def test_the_samples_of_the_advice_are_those_of_the_given_function(tmp_path: Path) -> None:
+    _, report, _ = _run_out(tmp_path, Deep(), 3 * MIB, batch_size_fn=lambda batch: batch[0].shape[1])
+    assert "A batch of 32 instead of 64 samples" in report
+
+
+def test_a_validation_that_runs_out_of_memory_is_reported_as_one(tmp_path: Path) -> None:
+    limit = MemoryLimit(2**60)
+    callbacks = Ending(limit, "on_validation_batch_start", 3), MemoryMonitor()
+    error, report, (message,) = _run_into(limit, tmp_path, Deep(), *callbacks)
+    assert report.startswith(f"Out of memory in the validation, in `layers.0`\n  {error}")
+    assert "  optimizer state" in report
+    assert "by estimate" not in report
+    assert "A smaller batch of the validation data" in message
+
+
+def test_memory_that_ends_outside_of_a_step_is_reported_with_who_holds_it(tmp_path: Path) -> None:
+    class Saving(Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory for a checkpoint")
+
+    model = Deep()
+    error, report, (message,) = _run_into(MemoryLimit(2**60), tmp_path, model, Saving(), MemoryMonitor())
+    assert report.startswith(f"Out of memory in the training, outside of a step\n  {error}")
+    assert f"  parameters           {_bytes_of(model) / MIB:>12.3f}" in report
+    assert "What would need less" not in report
+    assert "Report: " in message
+
+
+@pytest.mark.filterwarnings("error:MemoryMonitor:RuntimeWarning")
+def test_where_warnings_are_errors_the_error_of_the_step_still_arrives_and_the_report_is_written(
+    tmp_path: Path,
+) -> None:
+    limit = MemoryLimit(2**60)
+    trainer = _trainer(tmp_path, Ending(limit, "on_before_backward", 1), MemoryMonitor(), limit_val_batches=0)
+    with limit, pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(Deep())
+    assert len([*tmp_path.rglob("out_of_memory*.txt")]) == 1
+
+
 def test_an_estimate_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "_TIME_LIMIT_S", 0.001)
     _, report, _ = _run_out(tmp_path, Deep(), 3 * MIB)
-    assert re.search(r"could not be estimated on fake tensors: (TimeoutError|there was no time left)", report)
+    assert "could not be estimated on fake tensors: TimeoutError" in report
     assert "parameters" in report
+    assert "`MemoryOptimization(level=1)` recomputes the repeated blocks" in report
+    assert "A batch of 512 instead of 1024 samples stores half as much" in report
 
 
 @pytest.mark.usefixtures("patient")
@@ -921,6 +1179,55 @@ def test_memory_is_the_maximum_over_the_ranks_and_samples_are_their_sum(tmp_path
     assert first["metrics"]["epoch_peak_allocated_mib"] == pytest.approx(largest, rel=1e-6)
     for step in (steps[0], steps[2]):
         assert float(step["samples_per_s"]) * float(step["step_ms"]) / 1e3 == pytest.approx(2 * BATCH, rel=1e-4)
+
+
+# Two ranks whose steps are broken down; the second fails to do so from its second time on.
+
+
+def _break_down_on_rank(rank: int, folder: str) -> dict[str, Any]:
+    plain, calls = attribution._attributed, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(rank)
+        if rank == 1 and len(calls) > 1:
+            raise OSError("gone")
+        return plain(*arguments)
+
+    attribution._attributed = failing  # type: ignore[assignment]
+    monitor, logger = MemoryMonitor(breakdown_every_n_steps=2), CSVLogger(folder)
+    model = AdamNet(batches=8, hidden=4096)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=1,
+        limit_val_batches=0,
+        callbacks=[monitor],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model)
+    return {"breakdown": monitor.breakdown, "rows": _rows(logger) if rank == 0 else [], "bytes": _bytes_of(model)}
+
+
+def test_over_ranks_the_buckets_are_communication_and_a_rank_that_fails_leaves_the_others_their_figures(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(_break_down_on_rank, 2, str(tmp_path), timeout=180.0)
+    for rank in (first, second):
+        breakdown, size = rank["breakdown"], rank["bytes"]
+        for moment in ("peak", "forward end", "backward end", "optimizer step"):
+            assert breakdown.at(moment).communication == size
+            assert breakdown.at(moment).other <= 0.01 * breakdown.at(moment).total_bytes
+        assert breakdown.at("backward end").gradients == size
+    steps = [row for row in first["rows"] if "rss_mib" in row]
+    assert ["peak_communication_mib" in row for row in steps] == [False, True, False, True]
+    assert float(steps[3]["peak_communication_mib"]) * MIB == pytest.approx(first["bytes"], rel=1e-5)
+    assert float(steps[3]["peak_allocated_mib"]) * MIB == pytest.approx(first["breakdown"].peak_bytes, rel=1e-5)
 
 
 # The CUDA path, on a stand-in for the device whose queue runs behind the host.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -21,14 +23,14 @@ from lightning_memopt.functional.packed import packed_spike_linear
 from lightning_memopt.ops import dispatch
 from lightning_memopt.ops import packed_linear as implementation
 from lightning_memopt.ops.bit_pack import bit_pack_rows
-from lightning_memopt.ops.launch import Kernel, backend_for, launch, use_backend
+from lightning_memopt.ops.launch import Backend, Kernel, backend_for, launch, use_backend
 from lightning_memopt.ops.packed_linear import packed_linear, packed_linear_grad_weight
 from tests.benchmark_scripts import benchmark_scripts
 from tests.kernel_backends import Kernels, examples
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FUSED = ["256x128", "256x64", "256x32", "256x16", "64x64"]
-PATHS = [*(f"fused {tile}" for tile in FUSED), "unpack", "simt", "reference"]
+PATHS = [*(f"fused {tile}" for tile in FUSED), "wgmma", "unpack", "simt", "reference"]
 SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129]
 
 # Truncation of a sum, as tensor cores do it, and rounding of a result.
@@ -46,6 +48,9 @@ def forced(path: str, kernels: Kernels, chunk_rows: int | None = None) -> Iterat
         if path == "reference":
             stack.enter_context(use_backend(kernels.device.type, None))
         name, _, tile = path.partition(" ")
+        if name == "wgmma":
+            require_wgmma(kernels.device)
+            patch.setattr(implementation, "_wgmma_is_right", lambda *_: True)
         patch.setattr(dispatch, "choose_packed_linear", lambda *_: name)
         patch.setattr(dispatch, "choose_packed_tile", lambda *_: tile)
         if chunk_rows is not None:
@@ -55,8 +60,19 @@ def forced(path: str, kernels: Kernels, chunk_rows: int | None = None) -> Iterat
         yield
         if path != "reference":
             products = [entry for entry in kernels.launches if entry.startswith("packed_linear")]
-            expected = {"fused": f"_{tile}", "simt": "packed_linear_simt_", "unpack": "none"}[name]
+            expected = {
+                "fused": f"_{tile}",
+                "wgmma": "packed_linear_wgmma_",
+                "simt": "packed_linear_simt_",
+                "unpack": "none",
+            }[name]
             assert all(expected in entry for entry in products), f"{path} launched {products}"
+
+
+def require_wgmma(device: torch.device) -> None:
+    backend = backend_for(device)
+    if backend is None or backend.capability(device)[0] != 9:
+        pytest.skip("needs a GPU of the Hopper generation")
 
 
 def draw_spikes(rows: int, inputs: int, density: float, seed: int) -> Tensor:
@@ -299,6 +315,8 @@ def test_nothing_is_written_beside_the_output(
             implementation._unpack(*arguments, backend)
         elif path.startswith("fused"):
             implementation._fused(*arguments, backend)
+        elif path == "wgmma":
+            implementation._wgmma(*arguments, backend)
         else:
             {"simt": implementation._simt, "reference": implementation._reference}[path](*arguments)
     assert torch.equal(out.cpu(), exact_product(spikes, weight, None).to(dtype))
@@ -338,7 +356,7 @@ def test_weight_offsets_beyond_32_bits(kernels: Kernels) -> None:
     weight = memory.as_strided((2, 64), (stride, 1))
     weight.copy_(torch.arange(128.0).view(2, 64))
     spikes = draw_spikes(3, 64, 0.5, seed=9)
-    for path in ("fused 256x16", "fused 64x64", "simt"):
+    for path in ("fused 256x16", "fused 64x64", "wgmma", "simt"):
         with forced(path, kernels):
             out = packed_linear(pack(spikes, kernels.device), weight)
         assert torch.equal(out.cpu(), exact_product(spikes, torch.arange(128.0).view(2, 64), None).bfloat16())
@@ -354,11 +372,14 @@ def test_packed_offsets_beyond_32_bits(kernels: Kernels) -> None:
     packed = memory.as_strided((2, 16), (row_bytes, 1))
     packed.copy_(pack(spikes, kernels.device))
     weight = torch.randint(-9, 10, (3, 128)).bfloat16()
-    for name, step in (("256x16", 0), ("64x64", 0), ("64x64", 4), ("64x64", 1)):
-        tile = implementation._TILES[name]
+    for name, step in (("256x16", 0), ("64x64", 0), ("64x64", 4), ("64x64", 1), ("wgmma", 0), ("wgmma", 1)):
+        if name == "wgmma":
+            require_wgmma(kernels.device)
+            kernel = implementation._wgmma_kernel(torch.bfloat16)
+        else:
+            kernel = implementation._fused_kernel(torch.bfloat16, name)
         out = torch.empty(2, 3, dtype=torch.bfloat16, device=kernels.device)
         sizes = (numpy.int64(size) for size in (2, 3, 128 - 8 * step, row_bytes - step, 128, 0))
-        kernel = Kernel("packed_linear_bfloat16.cu", f"packed_linear_bfloat16_{name}", tile.threads, tile.shared_bytes)
         # Rows `step` bytes closer together, so that the second starts at an address that is not aligned to 16 bytes.
         launch(
             kernel,
@@ -824,10 +845,17 @@ def test_a_gradient_that_does_not_fit_is_refused_in_words(kernels: Kernels, case
     [
         ((16384, 4096, 4096), torch.float32, (9, 0), True, "unpack"),
         ((16384, 4096, 4096), torch.bfloat16, (9, 0), True, "unpack"),
-        ((65536, 128, 4096), torch.bfloat16, (9, 0), True, "fused"),
+        ((65536, 128, 4096), torch.bfloat16, (9, 0), True, "wgmma"),
+        ((65536, 128, 4096), torch.bfloat16, (8, 0), True, "fused"),
+        ((65536, 128, 4096), torch.bfloat16, (10, 0), True, "fused"),
+        ((131072, 64, 2048), torch.bfloat16, (9, 0), True, "fused"),
+        ((8192, 1024, 1024), torch.bfloat16, (9, 0), True, "wgmma"),
+        ((8192, 1024, 1024), torch.bfloat16, (8, 0), True, "unpack"),
         ((2**20, 10, 1024), torch.float16, (12, 0), True, "fused"),
-        ((8192, 512, 512), torch.float32, (9, 0), True, "fused"),
-        ((16384, 4096, 4096), torch.float32, (9, 0), False, "fused"),
+        ((8192, 512, 512), torch.float32, (9, 0), True, "wgmma"),
+        ((512, 512, 512), torch.float32, (9, 0), True, "fused"),
+        ((16384, 4096, 4096), torch.float32, (9, 0), False, "wgmma"),
+        ((16384, 4096, 4096), torch.float32, (8, 0), False, "fused"),
         ((64, 10, 65536), torch.bfloat16, (8, 0), True, "unpack"),
         ((16384, 4096, 4096), torch.float32, (7, 5), True, "simt"),
         ((16384, 4096, 4096), torch.bfloat16, (7, 5), True, "simt"),
@@ -838,6 +866,117 @@ def test_the_path_follows_from_shape_dtype_and_capability(
     shape: tuple[int, int, int], dtype: torch.dtype, capability: tuple[int, int], mixed: bool, path: str
 ) -> None:
     assert dispatch.choose_packed_linear(*shape, dtype, capability, mixed) == path
+
+
+def test_without_the_kernels_of_warpgroups_the_choice_is_that_of_an_older_gpu() -> None:
+    for shape in ((65536, 128, 4096), (8192, 1024, 1024), (16384, 4096, 4096), (512, 512, 512)):
+        for dtype in DTYPES:
+            older = dispatch.choose_packed_linear(*shape, dtype, (8, 0), True)
+            assert dispatch.choose_packed_linear(*shape, dtype, (9, 0), True, wgmma=False) == older
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The proof that a kernel of warpgroups has to give
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A backend whose kernels of warpgroups do something else."""
+
+    backend: Backend
+    spoil: Callable[[tuple[Any, ...]], None]
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Any, device: torch.device) -> None:
+        self.backend.launch(kernel, grid, arguments, device)
+        if kernel.entry.startswith("packed_linear_wgmma"):
+            self.spoil(arguments)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return self.backend.multiprocessors(device)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return self.backend.capability(device)
+
+
+def one_wrong_result(arguments: tuple[Any, ...]) -> None:
+    arguments[3][-1, -1] += 1024  # the output
+
+
+def no_result(arguments: tuple[Any, ...]) -> None:
+    raise RuntimeError("named symbol not found")
+
+
+@pytest.fixture
+def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "_WGMMA_RIGHT", {})
+
+
+@pytest.fixture
+def wgmma_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take the kernels of warpgroups whatever their shape, unless these are ruled out."""
+    monkeypatch.setattr(dispatch, "choose_packed_linear", lambda *_, wgmma=True: "wgmma" if wgmma else "fused")
+
+
+@pytest.mark.usefixtures("nothing_proved", "wgmma_first")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_of_warpgroups_proves_itself_before_its_first_product_and_once(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    require_wgmma(kernels.device)
+    spikes = draw_spikes(9, 20, 0.5, seed=25)
+    weight = torch.randint(-99, 100, (5, 20)).to(kernels.device, dtype)
+    packed = pack(spikes, kernels.device)
+    state = torch.get_rng_state()
+    launches = []
+    for _ in range(2):
+        kernels.launches.clear()
+        out = packed_linear(packed, weight)
+        assert torch.equal(out.cpu(), exact_product(spikes, weight.cpu(), None).to(dtype))
+        launches.append([entry for entry in kernels.launches if entry.startswith("packed_linear")])
+    name = str(dtype).removeprefix("torch.")
+    ours = f"packed_linear_wgmma_{name}"
+    [other, *rest] = launches[0]
+    assert other.startswith(f"packed_linear_{name}_")
+    assert rest == [ours, ours]
+    assert launches[1] == [ours]
+    assert {(packed.device, dtype): True} == implementation._WGMMA_RIGHT
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("nothing_proved", "wgmma_first")
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(one_wrong_result, "1 of 60000 results are wrong"), (no_result, "RuntimeError: named symbol not found")],
+)
+def test_a_kernel_of_warpgroups_that_fails_is_not_used_and_one_warning_says_so(
+    kernels: Kernels, spoil: Callable[[tuple[Any, ...]], None], message: str
+) -> None:
+    require_wgmma(kernels.device)
+    spikes = draw_spikes(9, 20, 0.5, seed=26)
+    weight = torch.randint(-99, 100, (5, 20)).to(kernels.device, torch.bfloat16)
+    packed = pack(spikes, kernels.device)
+    backend = backend_for(kernels.device)
+    assert backend is not None
+    with use_backend(kernels.device.type, Spoiled(backend, spoil)):
+        with pytest.warns(UserWarning, match=f"bfloat16 weights failed its test.*{message}"):
+            outs = [packed_linear(packed, weight)]
+        kernels.launches.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outs.append(packed_linear(packed, weight))
+    for out in outs:
+        assert torch.equal(out.cpu(), exact_product(spikes, weight.cpu(), None).bfloat16())
+    assert kernels.launches == ["packed_linear_bfloat16_64x64"]
+
+
+@pytest.mark.usefixtures("nothing_proved")
+def test_nothing_is_proved_while_a_graph_is_captured(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_for(kernels.device)
+    assert backend is not None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not implementation._wgmma_is_right(torch.device("cuda", 0), torch.bfloat16, backend)
+    assert not implementation._WGMMA_RIGHT
+    assert kernels.launches == []
 
 
 @given(

@@ -27,7 +27,7 @@ from lightning_memopt.observing.region_costs import ObservedStep, fewest_bits, o
 from lightning_memopt.observing.regions import Region
 from lightning_memopt.observing.trial import loss_of
 from lightning_memopt.planning import find_targets
-from lightning_memopt.planning.simulate import Assignment, simulate
+from lightning_memopt.planning.simulate import Assignment, simulate, visits
 from tests.benchmark_scripts import benchmark_scripts
 from tests.planning_models import DeepSpikingBlock, NoisyBlock, Unchanged, spikes, used_noisy_network
 
@@ -187,14 +187,26 @@ def treat(step: Step, seen: ObservedStep, regions: Sequence[RegionCosts], plan: 
             checkpoint_module(modules[region.path], **arguments)
 
 
-def measured_peak(step: Step, seen: ObservedStep, plan: Assignment) -> int:
-    """Peak of a real step under ``plan``, above its start: of the second, when regions have learned what they hold."""
+def measured_peak(step: Step, seen: ObservedStep, plan: Assignment, *, returning: bool = False) -> int:
+    """Peak of a real step under ``plan``, above its start: of the second, when regions have learned what they hold.
+
+    Args:
+        returning: what the forward returns is held until the end.
+    """
+
+    def run() -> None:
+        output = step.forward(step.model)
+        loss = loss_of(output)
+        if not returning:
+            del output
+        loss.backward()
+
     treat(step, seen, seen.costs.regions, plan)
     try:
         for _ in range(2):
             step.model.zero_grad(set_to_none=True)
             functional.reset_net(step.model)
-            report = measure_memory(lambda: loss_of(step.forward(step.model)).backward(), device=CPU)
+            report = measure_memory(run, device=CPU)
     finally:
         for module in step.model.modules():
             unwrap_module(module)
@@ -327,6 +339,46 @@ class TestPrediction:
         keep = everywhere(seen.costs.regions, Choice())
         peak = measured_peak(step, seen, keep)
         assert simulate(seen.costs, keep).peak_bytes - seen.costs.base_bytes == pytest.approx(peak, rel=0.01)
+
+    def test_outputs_that_the_loop_holds_are_alive_until_the_backward_ends(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Residual() for _ in range(2)), nn.Linear(64, 4096), nn.Linear(4096, 1))
+        data = torch.randn(64, 64)
+
+        def forward(model: nn.Module) -> object:
+            logits = model[:3](data)
+            return {"loss": model[3](logits.clone()).mean(), "logits": logits}
+
+        step = Step(model, forward, (Residual, nn.Linear))
+        seen = observed(step)
+        left = sum(region.choices[0].left_bytes for region in seen.costs.regions)
+        assert left == pytest.approx(64 * 4096 * 4, abs=64)  # and the loss
+        keep = everywhere(seen.costs.regions, Choice())
+        peak = measured_peak(step, seen, keep, returning=True)
+        assert simulate(seen.costs, keep).peak_bytes - seen.costs.base_bytes == pytest.approx(peak, rel=0.001)
+
+    def test_what_a_treatment_leaves_of_states_is_alive_in_the_backward_of_all_before(self) -> None:
+        """The first block is large; the small ones behind it leave the graphs of their states, or only the states."""
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), neuron.LIFNode(step_mode="m")) for _ in range(6)]
+        model = nn.Sequential(Residual(), *blocks)
+        data = torch.randn(128, 64, 64)
+
+        def forward(model: nn.Module) -> Tensor:
+            functional.reset_net(model)
+            return model[1:](model[0](data)[:8]).square().mean()
+
+        step = Step(model, forward, (Residual, nn.Sequential))
+        seen = observed(step)
+        plain = everywhere(seen.costs.regions, Choice())
+        again = Assignment((plain.regions[0], *everywhere(seen.costs.regions, RECOMPUTE).regions[1:]))
+        left = {plan: sum(visit.choice.left_bytes for visit in visits(seen.costs, plan)) for plan in (plain, again)}
+        assert left[plain] >= 2 * left[again] >= 2 * 6 * 64 * 64 * 4
+        for plan in (plain, again):
+            peak = measured_peak(step, seen, plan)
+            simulated = simulate(seen.costs, plan)
+            assert simulated.peak.path == "0"
+            assert simulated.peak_bytes - seen.costs.base_bytes == pytest.approx(peak, rel=0.001)
 
 
 class TestNothingIsChanged:

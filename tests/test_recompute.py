@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt.checkpointing import (
@@ -286,7 +289,7 @@ def payloads() -> list[weakref.ref[Tensor]]:
     return Remembering.payloads
 
 
-def alive(references: list[weakref.ref[Tensor]]) -> int:
+def alive(references: list[weakref.ref[Any]]) -> int:
     gc.collect()
     return sum(reference() is not None for reference in references)
 
@@ -502,4 +505,202 @@ def test_branches_of_one_output_may_have_their_gradients_one_after_the_other(
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             torch.autograd.grad(y, getattr(model, order[0]).weight)
     for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
+
+
+class DelayLine(nn.Module):
+    """Its output is made from the state of the step before, with which this step's state has no operation in common."""
+
+    def __init__(self, *, store_first: bool) -> None:
+        super().__init__()
+        self.write, self.read = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.line = torch.zeros(1, FEATURES)
+        self.store_first = store_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        line = self.line
+        if self.store_first:
+            self.line = self.write(x).tanh()
+        y = self.read(line).tanh()
+        if not self.store_first:
+            self.line = self.write(x).tanh()
+        return y
+
+
+@pytest.mark.parametrize("store_first", [False, True])
+@pytest.mark.parametrize("treatment", ["recompute", "pack", "recompute_cheap"])
+def test_every_step_of_a_delay_line_may_have_its_own_backward_pass(treatment: Any, store_first: bool) -> None:
+    torch.manual_seed(0)
+    plain = DelayLine(store_first=store_first)
+    treated = checkpoint_module(copy.deepcopy(plain), treatment=treatment)
+    for step in torch.randn(4, 8, FEATURES):
+        for model in (plain, treated):
+            model(step).square().sum().backward()
+    for one, other in zip(plain.parameters(), treated.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+# Models that are dropped ----------------------------------------------------------------------------------------------
+
+
+DROPPED: dict[str, dict[str, Any]] = {"pack": {"treatment": "pack"}, **TREATMENTS}
+
+
+def spiking_model(options: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(SpikingBlock(), SpikingBlock())
+    if options is not None:
+        list(map(partial(checkpoint_module, **options), model))
+    return model
+
+
+def weak(model: Any) -> list[weakref.ref[Any]]:
+    neurons = [neuron for block in model for neuron in (block.first_neuron, block.second_neuron)]
+    return [weakref.ref(part) for part in (model, *model, *neurons, *model.parameters())]
+
+
+def backward_of_all(loss: Tensor, model: Any) -> None:
+    loss.backward()
+
+
+def backward_of_some(loss: Tensor, model: Any) -> None:
+    torch.autograd.grad(loss, model[1].second.weight)
+
+
+def backward_of_a_kept_graph(loss: Tensor, model: Any) -> None:
+    loss.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("ending", [None, backward_of_all, backward_of_some, backward_of_a_kept_graph])
+@pytest.mark.parametrize("treatment", DROPPED)
+def test_a_model_that_is_dropped_with_its_states_is_gone(treatment: str, ending: Any) -> None:
+    model = spiking_model(DROPPED[treatment])
+    x = (torch.rand(4, 8, FEATURES) < 0.3).float()
+    loss = model(x).sum() + model(x).sum()
+    if ending is not None:
+        ending(loss, model)
+    references = weak(model)
+    del model, loss
+    assert alive(references) == 0
+
+
+LOSSES: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
+    "of the outputs": lambda model, outputs: outputs[0].sum() + outputs[1].sum(),
+    "of the last output": lambda model, outputs: outputs[1].sum(),
+    "of a state": lambda model, outputs: model[1].second_neuron.v.square().mean(),
+    "of both": lambda model, outputs: outputs[0].sum() + model[0].first_neuron.v.square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES)
+@pytest.mark.parametrize("treatment", DROPPED)
+def test_gradients_that_are_asked_for_after_the_model_was_dropped_are_those_of_the_plain_model(
+    treatment: str, loss_of: str
+) -> None:
+    x = (torch.rand(2, 4, 8, FEATURES) < 0.3).float()
+
+    def gradients(options: dict[str, Any] | None) -> list[Any]:
+        model = spiking_model(options)
+        model[0].itself = [model]  # so that the garbage collector has to find it
+        parameters, neurons = list(model.parameters()), weakref.ref(model[0].first_neuron)
+        loss = LOSSES[loss_of](model, [model(step) for step in x])
+        if options is not None:
+            del model
+            gc.collect()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        if options is not None:
+            del loss
+            gc.collect()
+            assert neurons() is None
+        return [p.grad for p in parameters]
+
+    expected, found = gradients(None), gradients(DROPPED[treatment])
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_neuron_that_outlives_its_region_keeps_its_potential_and_says_what_no_gradient_can_reach(
+    treatment: str,
+) -> None:
+    block: Any = checkpoint_module(SpikingBlock(), **TREATMENTS[treatment])
+    x = (torch.rand(4, 8, FEATURES) < 0.3).float()
+    block(x)
+    reference, neuron = weakref.ref(block), block.first_neuron
+    potential = neuron.v.detach().clone()
+    del block
+    gc.collect()
+    assert reference() is None
+    assert torch.equal(neuron.v, potential)
+    with pytest.raises(RuntimeError, match="which nobody holds any more"):
+        neuron(x.requires_grad_()).sum().backward()
+    neuron.detach()
+    neuron(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        FakeTensorMode,
+        lambda: torch.device("meta"),
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        None,
+    ],
+    ids=["no_grad", "inference_mode", "fake tensors", "device", "no hooks", "vmap"],
+)
+@pytest.mark.parametrize("treatment", ["recompute", "recompute_cheap"])
+def test_the_garbage_collector_may_find_a_dropped_model_at_any_moment(
+    treatment: str, moment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda failure: failed.append(failure.exc_value))
+    model = spiking_model(TREATMENTS[treatment])
+    x = (torch.rand(4, 8, FEATURES) < 0.3).float()
+    loss = model(x).sum()
+    weight, neuron = model[0].first.weight, model[0].first_neuron
+    potential, reference = neuron.v.detach().clone(), weakref.ref(model[0])
+    holders = [model]
+    del model
+
+    def drop(value: Tensor) -> Tensor:
+        holders.clear()
+        gc.collect()
+        return value
+
+    if moment is None:
+        torch.func.vmap(drop)(torch.zeros(2))
+    else:
+        with moment():
+            drop(x)
+    assert torch.equal(neuron.v, potential)
+    loss.backward()
+    assert weight.grad is not None
+    del loss, neuron
+    assert alive([reference]) == 0
+    assert not failed
+
+
+@pytest.mark.parametrize("change", [unwrap_module, lambda block: checkpoint_module(block, name="another")])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_region_may_be_unwrapped_or_changed_before_its_backward(treatment: str, change: Any) -> None:
+    x = (torch.rand(2, 4, 8, FEATURES) < 0.3).float()
+
+    def gradients(options: dict[str, Any] | None) -> list[Any]:
+        torch.manual_seed(0)
+        block = SpikingBlock()
+        if options is not None:
+            checkpoint_module(block, **options)
+        loss = block(x[0]).sum()
+        if options is not None:
+            change(block)
+        gc.collect()
+        (loss + block(x[1]).sum()).backward()
+        return [p.grad for p in block.parameters()]
+
+    for one, other in zip(gradients(None), gradients(TREATMENTS[treatment]), strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))

@@ -235,6 +235,41 @@ def test_an_eval_forward_and_a_training_forward_before_one_backward() -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("treatment", ["recompute", "pack", "recompute_cheap"])
+def test_steps_in_eval_mode_between_training_steps_use_the_statistics_of_their_time(treatment: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh(), nn.Linear(C, C))
+    treated = checkpoint_module(copy.deepcopy(plain), treatment=treatment)
+    for _ in range(4):
+        x, attacked = torch.randn(2, N, C)
+        for model in (plain, treated):
+            model.zero_grad()
+            model.eval()
+            model(attacked).square().sum().backward()
+            model.train()
+            model(x).square().sum().backward()
+        assert_same_tree([p.grad for p in plain.parameters()], [p.grad for p in treated.parameters()])
+
+
+@pytest.mark.parametrize("when", ["between steps", "before the backward"])
+def test_a_buffer_that_is_written_through_data_outside_of_the_region_has_its_value_of_the_forward(when: str) -> None:
+    torch.manual_seed(0)
+    plain = LateWriteThroughData()
+    plain.calls = -1000
+    treated = checkpoint_module(copy.deepcopy(plain))
+    for _ in range(4):
+        x = torch.randn(N, C)
+        for model in (plain, treated):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            if when == "before the backward" and model is treated:  # plain, the saved buffer would be overwritten
+                model.mean.data.add_(0.1)
+            loss.backward()
+            if when == "between steps" or model is plain:
+                model.mean.data.add_(0.1)
+        assert_same_tree([p.grad for p in plain.parameters()], [p.grad for p in treated.parameters()])
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -580,3 +615,130 @@ def test_gradients_of_time_chunks_hold_nothing_of_a_backward_pass_that_failed() 
         both.sum().backward(retain_graph=True)
     first.sum().backward()
     assert torch.equal(x.grad, torch.tensor([2.0, 2, 0, 0, 0, 0]).view(6, 1))  # type: ignore[arg-type]
+
+
+# Between forward and backward -----------------------------------------------------------------------------------------
+
+
+def layers() -> nn.Sequential:
+    inner = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.GELU(), nn.Linear(C, C), nn.Dropout(0.2), nn.Sigmoid())
+    return nn.Sequential(nn.Linear(C, C), inner, nn.Linear(C, C))
+
+
+def remove_a_hook(model: Any) -> Callable[[], object]:
+    return model[1][1].register_forward_hook(lambda module, args, output: output * 2).remove
+
+
+def remove_a_hook_with_keywords(model: Any) -> Callable[[], object]:
+    hook = lambda module, args, kwargs, output: output + len(args)  # noqa: E731
+    return model[1][1].register_forward_hook(hook, with_kwargs=True).remove
+
+
+def remove_a_hook_before(model: Any) -> Callable[[], object]:
+    return model[1][2].register_forward_pre_hook(lambda module, args: (args[0] * 2,)).remove
+
+
+def add_a_hook(model: Any) -> Callable[[], object]:
+    return lambda: model[1][1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def freeze(model: Any) -> Callable[[], object]:
+    return lambda: model[1].requires_grad_(False)
+
+
+def unfreeze(model: Any) -> Callable[[], object]:
+    model[1].requires_grad_(False)
+    return lambda: model[1].requires_grad_(True)
+
+
+def exchange_a_layer(model: Any) -> Callable[[], object]:
+    return lambda: setattr(model[1], "2", nn.Sigmoid())
+
+
+def take_a_layer_out(model: Any) -> Callable[[], object]:
+    return lambda: model[1].pop(2)
+
+
+def schedule_dropout(model: Any) -> Callable[[], object]:
+    return lambda: setattr(model[1][4], "p", 0.9)
+
+
+def switch_the_mode(model: Any) -> Callable[[], object]:
+    return model.eval
+
+
+CHANGES = (
+    *(remove_a_hook, remove_a_hook_with_keywords, remove_a_hook_before, add_a_hook),
+    *(freeze, unfreeze, exchange_a_layer, take_a_layer_out, schedule_dropout, switch_the_mode),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("treatment", ["recompute", "pack", "recompute_cheap"])
+def test_what_changes_between_forward_and_backward_does_not_change_the_gradients(treatment: Any, change: Any) -> None:
+    torch.manual_seed(0)
+    plain = layers()
+    treated = copy.deepcopy(plain)
+    checkpoint_module(treated[1], treatment=treatment)
+    x = torch.randn(N, C)
+    after = []
+    for model in (plain, treated):
+        torch.manual_seed(1)
+        then = change(model)
+        loss = model(x).square().sum()
+        then()
+        loss.backward()
+        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        kinds = [(type(module).__name__, module.training) for module in model.modules()]
+        after.append((hooks, kinds, [p.requires_grad for p in model.parameters()]))
+    assert after[0] == after[1]
+    for one, other in zip(plain.parameters(), treated.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("treatment", ["recompute", "recompute_cheap"])
+def test_threads_that_share_a_module_share_its_hooks_and_leave_nothing_on_it(treatment: Any) -> None:
+    model = layers().eval()
+    calls: list[None] = []
+    second_is_inside, first_is_done = threading.Event(), threading.Event()
+
+    def observe(*_: Any) -> None:
+        calls.append(None)
+
+    def first_leaves_first(*_: Any) -> None:
+        if threading.current_thread().name == "first":
+            assert second_is_inside.wait(60)
+        elif threading.current_thread().name == "second":
+            second_is_inside.set()
+            assert first_is_done.wait(60)
+
+    model[1][1].register_forward_hook(observe)
+    model[1][3].register_forward_pre_hook(first_leaves_first)
+    checkpoint_module(model[1], treatment=treatment)
+    x = torch.randn(N, C)
+    results: dict[str, Tensor] = {}
+
+    def forward() -> None:
+        name = threading.current_thread().name
+        if name == "second":
+            entered.wait(60)
+        results[name] = model(x)
+        if name == "first":
+            first_is_done.set()
+
+    entered = threading.Event()
+    enter = model[1][0].register_forward_pre_hook(lambda *_: entered.set())
+    threads = [threading.Thread(target=forward, name=name) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    enter.remove()
+    assert torch.equal(results["first"], results["second"])
+    assert len(calls) == 2
+    assert list(model[1][1]._forward_hooks.values()) == [observe]
+    assert list(model[1][3]._forward_pre_hooks.values()) == [first_leaves_first]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    sum(results.values()).sum().backward()  # type: ignore[union-attr]
+    assert len(calls) == 2

@@ -7,11 +7,16 @@ tensors are fake: they have shapes and dtypes but no memory, and nothing is comp
 estimated on any machine. Only the second step counts, when the optimizer's state is there and the gradients of the step
 before are still alive in the forward pass.
 
-What the kernels of a device take for themselves while they run is not seen. Where the estimate is for CUDA and there is
-no CUDA device, the fakes lie on the CPU: dropout keeps its mask in one byte and optimizers take all parameters at once,
-as on CUDA, and attention stores what flash attention stores; other kernels that save other tensors there are not
-corrected for. What cuDNN and oneDNN keep of a recurrent layer for its backward pass is not known without running it:
-a warning names these layers.
+What the kernels of a device take for themselves while they run is not seen. On the CPU it is added for those that take
+most (``measuring/workspaces.py``). For CUDA nothing is added: what cuDNN and cuBLAS take is not known without running
+them, and comes on top.
+
+Where the estimate is for CUDA and there is no CUDA device, the fakes lie on the CPU: dropout keeps its mask in one byte
+and optimizers take all parameters at once, as on CUDA, and attention stores what flash attention stores; other kernels
+that save other tensors there are not corrected for. What cuDNN keeps of a recurrent layer for its backward pass is not
+known without running it: a warning names these layers.
+
+Sparse gradients count as "temporaries", and after the step as "other".
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -48,6 +54,7 @@ from lightning_memopt.measuring import measure_memory
 from lightning_memopt.measuring.attribution import held_tensors
 from lightning_memopt.measuring.consumers import MemoryEstimate
 from lightning_memopt.measuring.optimizer_state import clone_of, take_all_at_once
+from lightning_memopt.measuring.workspaces import recurrent_buffer_bytes, without_workspaces
 
 __all__ = ["estimate_module", "fake_copy"]
 
@@ -124,6 +131,10 @@ def estimate_module(
         stack.enter_context(_default_dtype(dtype))
         if stands_in:
             stack.enter_context(_KernelsOfCuda())
+            stack.enter_context(without_workspaces())
+        if where.type == "cpu":
+            stack.enter_context(_RecurrentBuffers())  # type: ignore[no-untyped-call]
+        sparse = stack.enter_context(_SparseGradients())
         made, originals = _made_module(module, fakes_on, dtype)
         batch = _fake_batch(example, fakes_on, dtype)
         _warn_of_recurrent(made, where)
@@ -141,6 +152,7 @@ def estimate_module(
                 each.zero_grad()
             if not optimizers:
                 made.zero_grad()
+            sparse.parts.clear()
             _differentiable(value).backward()
             del value
             _step(optimizers)
@@ -305,14 +317,14 @@ def _unlogged() -> Iterator[None]:
 
 
 def _warn_of_recurrent(module: nn.Module, device: torch.device) -> None:
-    """On fakes the fused kernels of recurrent layers keep nothing for the backward pass."""
-    kinds: tuple[type[nn.Module], ...] = (nn.LSTM,) if device.type == "cpu" else (nn.RNNBase,)
-    found = [path or "the module itself" for path, part in module.named_modules() if isinstance(part, kinds)]
+    """On fakes the fused kernels of recurrent layers keep nothing for the backward pass; on the CPU it is known."""
+    if device.type == "cpu":
+        return
+    found = [path or "the module itself" for path, part in module.named_modules() if isinstance(part, nn.RNNBase)]
     if found:
-        kernel = "oneDNN" if device.type == "cpu" else "cuDNN"
         warnings.warn(
-            f"The estimate is too low: what {kernel} keeps for the backward pass of {', '.join(found)} (recurrent "
-            "layers) is not known without running it. Measure a real step with measure_memory(step, model=...).",
+            f"The estimate is too low: what cuDNN keeps for the backward pass of {', '.join(found)} (recurrent layers) "
+            "is not known without running it. Measure a real step with measure_memory(step, model=...).",
             UserWarning,
             stacklevel=4,
         )
@@ -391,7 +403,7 @@ def _optimizers(given: Any, made: nn.Module, originals: Mapping[int, Any], *, fo
     elif isinstance(given, (Optimizer, Sequence)):
         optimizers = [_on_fakes(each, originals) for each in ([given] if isinstance(given, Optimizer) else given)]
     elif callable(given):
-        optimizers = [given([p for p in made.parameters() if p.requires_grad])]
+        optimizers = [_made_for([p for p in made.parameters() if p.requires_grad], given)]
     else:
         raise TypeError(
             "`optimizer` takes a torch.optim.Optimizer, a list of them, or a function of the parameters that makes "
@@ -400,6 +412,14 @@ def _optimizers(given: Any, made: nn.Module, originals: Mapping[int, Any], *, fo
     for optimizer in optimizers if foreach else ():
         take_all_at_once(optimizer)
     return optimizers
+
+
+def _made_for(parameters: list[nn.Parameter], make: OptimizerFactory) -> Optimizer:
+    try:
+        return make(parameters)
+    except DataDependentOutputException:  # it computes tables of its own, as bitsandbytes does
+        with unset_fake_temporarily():
+            return make(parameters)
 
 
 def _on_fakes(optimizer: object, originals: Mapping[int, Any]) -> Optimizer:
@@ -519,6 +539,37 @@ class _Deadline(TorchDispatchMode):
         if time.perf_counter() > self._end and isinstance(out, Tensor) and not getattr(func, "is_view", True):
             raise TimeoutError(f"the estimate was not done after {self._seconds:.1f} s")
         return out
+
+
+class _RecurrentBuffers(TorchDispatchMode):
+    """Gives the buffer that an LSTM of oneDNN saves its bytes, of which fakes know nothing."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
+            return out
+        data, weight = args[:2]
+        steps, batch, inputs = data.shape
+        size = recurrent_buffer_bytes(steps, batch, inputs, weight.shape[0] // 4, weight.dtype)
+        return (*out[:3], torch.empty(size, dtype=torch.uint8, device=data.device))
+
+
+class _SparseGradients(TorchDispatchMode):
+    """Keeps the indices and values of sparse gradients, which are fakes without any, until gradients are cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The gradient that autograd then keeps is made of fakes without elements.
+        if func is torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default and args[4].numel():
+            self.parts.append(args[3:5])
+        return func(*args, **(kwargs or {}))
 
 
 class _KernelsOfCuda(TorchFunctionMode):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import reprlib
+import statistics
 import time
 import warnings
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,21 +23,30 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
 from typing_extensions import override
 
 from lightning_memopt.callbacks.leak_watch import LeakWatch, batch_shapes
 from lightning_memopt.callbacks.out_of_memory import report_out_of_memory
-from lightning_memopt.measuring import AllocationRecorder, process_memory
-from lightning_memopt.measuring.attribution import StepAttribution
+from lightning_memopt.measuring import CONSUMERS, AllocationRecorder, process_memory
+from lightning_memopt.measuring.attribution import StepAttribution, tensors_inside
 
 if TYPE_CHECKING:
     from lightning_memopt.measuring.consumers import MemoryEstimate
 
 _MIB = 2**20
+# What may be known of a step's memory, in the order in which the ranks exchange it.
+_MEMORY = (
+    "peak_allocated_mib",
+    "peak_reserved_mib",
+    "alloc_retries",
+    "rss_mib",
+    *(f"peak_{name}_mib" for name in CONSUMERS),
+)
+_TIMES = ("step_ms_mean", "step_ms_median", "step_ms_max", "sum_ms")
+_MISSING = -1.0  # below all that is measured, so that the maximum over the ranks leaves it out
 
 
 class MemoryMonitor(Callback):
@@ -70,10 +81,12 @@ class MemoryMonitor(Callback):
     device within an epoch; a step is then logged a few steps later, under its own step number. On other devices it is
     the time of the host.
 
+    What goes wrong in the monitor itself does not end a training: there is one warning of each kind, and what could not
+    be measured is left out. Errors of the model, the loggers and ``batch_size_fn`` go on their way.
+
     Args:
         batch_size_fn: Number of samples in a batch. ``None``: the size of the first dimension of the first tensor in
-            it, as Lightning infers it; give a function where that is the time dimension. If no size is found,
-            ``samples_per_s`` is left out.
+            it; give a function where that is the time dimension. If no size is found, ``samples_per_s`` is left out.
         reset_peak: Whether to reset the peak statistics of the CUDA allocator before each batch. If ``False``, peaks
             are those since the last reset by anyone, which for a monitor of the whole run may be what is wanted.
         trace_every_n_steps: On the CPU, record the allocations of every n-th optimizer step to find its peak. A traced
@@ -84,8 +97,8 @@ class MemoryMonitor(Callback):
         watch_leaks: Warn once if the bytes alive after a step grow from step to step while the batches have the same
             shapes, by 64 KiB and more, and name the attribute that holds them. State of optimizers and of metrics may
             grow. On CUDA every step is looked at, on the CPU those that are traced or broken down.
-        out_of_memory_report: If a step runs out of memory, write a report beside the logs before the error goes on its
-            way: the phase, who holds the bytes, and what would need fewer.
+        out_of_memory_report: If a step runs out of memory, in training or in a validation between, write a report
+            beside the logs before the error goes on its way: the phase, who holds the bytes, and what would need fewer.
 
     Raises:
         MisconfigurationException:
@@ -138,6 +151,7 @@ class MemoryMonitor(Callback):
         self._attribution: StepAttribution | None = None
         self._leaks = LeakWatch()
         self._batch: Any = None
+        self._told: set[tuple[str, type]] = set()
         self._gauge: _Gauge | None = None
         self._window: _Window | None = None
         self._steps_taken = 0
@@ -181,15 +195,16 @@ class MemoryMonitor(Callback):
             self._window = _Window(first_global_step=trainer.global_step)
         self._abandon_batch()  # one that was skipped after its start has no end
         self._batch = batch
-        if self._is_due(self.breakdown_every_n_steps):
-            device = trainer.strategy.root_device
-            allocator = torch.cuda if device.type == "cuda" else None
-            attribution = StepAttribution(device, pl_module, trainer.optimizers, batch, allocator=allocator)
-            gauge.start(trace=False)
-            attribution.start()
-            self._attribution = attribution
-        else:
-            gauge.start(trace=self._is_traced(trainer))
+        with self._sparing_the_training("measure a step"):
+            if self._is_due(self.breakdown_every_n_steps):
+                device = trainer.strategy.root_device
+                allocator = torch.cuda if device.type == "cuda" else None
+                attribution = StepAttribution(device, pl_module, trainer.optimizers, batch, allocator=allocator)
+                gauge.start(trace=False)
+                attribution.start()
+                self._attribution = attribution
+            else:
+                gauge.start(trace=self._is_traced(trainer))
 
     @override
     def on_train_batch_end(
@@ -199,13 +214,18 @@ class MemoryMonitor(Callback):
         self._batch = None
         if window is None:
             return
-        reading = self._stop(window)
+        reading = _Reading()
+        with self._sparing_the_training("measure a step"):
+            reading = self._stop(window)
+        if reading.interval is None:
+            self._abandon_batch()
         window.add(reading, self._batch_size(batch))
         if trainer.global_step == window.first_global_step:
             return  # gradients are still being accumulated
         self._window = None
         if reading.alive_bytes is not None and self.watch_leaks:
-            self._look_for_leaks(trainer, pl_module, reading.alive_bytes, batch)
+            with self._sparing_the_training("look for leaks"):
+                self._look_for_leaks(trainer, pl_module, reading.alive_bytes, batch)
         self._pending.append(self._close(trainer, window))
         self._finish_steps(trainer, wait=False)
 
@@ -213,20 +233,53 @@ class MemoryMonitor(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish_steps(trainer, wait=True)
         metrics = _as_tensors(self._epoch.compute(trainer))
-        trainer.callback_metrics.update(metrics)
+        _show(trainer, metrics)
         # As for Lightning's own epoch metrics: the step of the last optimizer step.
         _log(trainer, metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._batch = batch
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._batch = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         batch = self._batch
         self._abandon()
-        if self.out_of_memory_report and isinstance(exception, torch.OutOfMemoryError) and batch is not None:
-            report_out_of_memory(trainer, pl_module, exception, batch)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.out_of_memory_report and fitting and isinstance(exception, torch.OutOfMemoryError):
+            report_out_of_memory(trainer, pl_module, exception, batch, self.batch_size_fn)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._abandon()
+
+    @contextlib.contextmanager
+    def _sparing_the_training(self, what: str) -> Iterator[None]:
+        """For what the monitor does for itself, and nothing of the user's: where it fails, the training goes on."""
+        try:
+            yield
+        except Exception as error:
+            kind = (what, type(error))
+            if kind not in self._told:
+                self._told.add(kind)
+                rank_zero_warn(
+                    f"MemoryMonitor could not {what}, and leaves it out: {type(error).__name__}: {error}",
+                    category=RuntimeWarning,
+                )
 
     def _require_gauge(self) -> _Gauge:
         if self._gauge is None:
@@ -266,10 +319,10 @@ class MemoryMonitor(Callback):
     def _batch_size(self, batch: Any) -> float:
         if self.batch_size_fn is not None:
             return _checked_size(self.batch_size_fn(batch))
-        try:
-            return float(extract_batch_size(batch))
-        except MisconfigurationException:
-            return math.nan
+        with self._sparing_the_training("find the size of a batch"):
+            for tensor in tensors_inside(batch, attributes=True):
+                return float(tensor.shape[0]) if tensor.dim() else 1.0
+        return math.nan
 
     def _close(self, trainer: Trainer, window: _Window) -> _Step:
         """Number the step, and let the ranks agree on its memory and samples if it is to be seen."""
@@ -284,14 +337,14 @@ class MemoryMonitor(Callback):
             consumers = window.breakdown.peak.consumers()
             memory = {**memory, **{f"peak_{name}_mib": size / _MIB for name, size in consumers.items()}}
         if logged:
-            memory = dict(zip(memory, _reduce(trainer, list(memory.values()), "max"), strict=True))
+            memory = _largest(trainer, memory, _MEMORY)
             (samples,) = _reduce(trainer, [samples], "sum")
         self._epoch.add_memory(window.memory)
         return _Step(
             number=trainer.fit_loop.epoch_loop._batches_that_stepped,
             logged=logged,
             shown=logged or trainer.world_size == 1,
-            traced=traced,
+            timed=window.timed and not traced,
             memory=memory,
             samples=samples,
             local_samples=window.samples,
@@ -302,13 +355,14 @@ class MemoryMonitor(Callback):
         """Log the steps that the device has passed, oldest first."""
         while self._pending:
             step = self._pending[0]
-            if wait:
-                step.intervals[-1].wait()
-            elif not step.intervals[-1].passed():
-                return
+            for last in step.intervals[-1:]:
+                if wait:
+                    last.wait()
+                elif not last.passed():
+                    return
             self._pending.popleft()
             values = dict(step.memory)
-            if not step.traced:
+            if step.timed:
                 step_ms = sum(interval.ms() for interval in step.intervals)
                 self._epoch.add_time(step_ms, step.local_samples)
                 values["step_ms"] = step_ms
@@ -316,17 +370,18 @@ class MemoryMonitor(Callback):
                     values["samples_per_s"] = 1e3 * step.samples / step_ms
             metrics = _as_tensors(_prefixed(values))
             if step.shown:
-                trainer.callback_metrics.update(metrics)
+                _show(trainer, metrics)
             if step.logged:
                 _log(trainer, metrics, step=step.number)
 
     def _abandon_batch(self) -> None:
         self._batch = None
-        if self._attribution is not None:
-            self._attribution.abandon()
-            self._attribution = None
-        if self._gauge is not None:
-            self._gauge.abandon()
+        attribution, self._attribution = self._attribution, None
+        with self._sparing_the_training("end a measurement"):
+            if attribution is not None:
+                attribution.abandon()
+            if self._gauge is not None:
+                self._gauge.abandon()
 
     def _abandon(self) -> None:
         self._abandon_batch()
@@ -358,8 +413,8 @@ class _Gauge(Protocol):
 class _Reading:
     """One batch: memory by metric name, its time, and the bytes alive at its end where they are known for nothing."""
 
-    memory: dict[str, float]
-    interval: _Interval
+    memory: Mapping[str, float] = field(default_factory=dict)
+    interval: _Interval | None = None
     alive_bytes: int | None = None
 
 
@@ -371,15 +426,18 @@ class _Window:
     memory: dict[str, float] = field(default_factory=dict)
     samples: float = 0.0
     intervals: list[_Interval] = field(default_factory=list)
+    timed: bool = True
+    """The time of each batch is known."""
     breakdown: MemoryEstimate | None = None
     """Of the batch with the highest peak."""
 
     def add(self, reading: _Reading, samples: float) -> None:
-        for name, value in reading.memory.items():
-            before = self.memory.get(name, 0.0)
-            self.memory[name] = before + value if name == "alloc_retries" else max(before, value)
+        _add_memory(self.memory, reading.memory)
         self.samples += samples
-        self.intervals.append(reading.interval)
+        if reading.interval is None:
+            self.timed = False
+        else:
+            self.intervals.append(reading.interval)
 
 
 @dataclass(frozen=True)
@@ -389,7 +447,7 @@ class _Step:
     number: int
     logged: bool
     shown: bool
-    traced: bool
+    timed: bool
     memory: dict[str, float]
     samples: float
     local_samples: float
@@ -400,40 +458,37 @@ class _EpochMetrics:
     """Memory and time of the steps of one epoch, on this rank until :meth:`compute`."""
 
     def __init__(self) -> None:
-        # The metrics stay on the CPU and are fed floats, and the ranks meet once, in compute().
-        self._memory: dict[str, Metric] = {}
-        self._mean_ms = MeanMetric(sync_on_compute=False)
-        self._all_ms = CatMetric(sync_on_compute=False)
-        self._max_ms = MaxMetric(sync_on_compute=False)
-        self._sum_ms = SumMetric(sync_on_compute=False)
-        self._samples = 0.0  # not a metric: not-a-number is what says that a batch had no size
+        self._memory: dict[str, float] = {}
+        self._step_ms = array("d")  # all of them for the median, eight bytes a step
+        self._samples = 0.0
 
-    def add_memory(self, memory: dict[str, float]) -> None:
-        for name, value in memory.items():
-            if name not in self._memory:
-                kind = SumMetric if name == "alloc_retries" else MaxMetric
-                self._memory[name] = kind(sync_on_compute=False)
-            self._memory[name].update(value)
+    def add_memory(self, memory: Mapping[str, float]) -> None:
+        _add_memory(self._memory, memory)
 
     def add_time(self, step_ms: float, samples: float) -> None:
-        for metric in (self._mean_ms, self._all_ms, self._max_ms, self._sum_ms):
-            metric.update(step_ms)
+        self._step_ms.append(step_ms)
         self._samples += samples
 
     def compute(self, trainer: Trainer) -> dict[str, float]:
         """Metrics over all ranks, by prefixed name."""
-        largest = {f"epoch_{name}": float(metric.compute()) for name, metric in self._memory.items()}
-        if self._mean_ms.update_called:
-            largest["epoch_step_ms_mean"] = float(self._mean_ms.compute())
-            largest["epoch_step_ms_median"] = float(torch.as_tensor(self._all_ms.compute()).quantile(0.5))
-            largest["epoch_step_ms_max"] = float(self._max_ms.compute())
-            largest["sum_ms"] = float(self._sum_ms.compute())
-        metrics = dict(zip(largest, _reduce(trainer, list(largest.values()), "max"), strict=True))
+        local = dict(self._memory)
+        if self._step_ms:
+            summed = math.fsum(self._step_ms)
+            median, largest = statistics.median(self._step_ms), max(self._step_ms)
+            local.update(zip(_TIMES, (summed / len(self._step_ms), median, largest, summed), strict=True))
+        metrics = _largest(trainer, local, (*_MEMORY, *_TIMES))
         (samples,) = _reduce(trainer, [self._samples], "sum")
         sum_ms = metrics.pop("sum_ms", 0.0)
         if sum_ms > 0 and not math.isnan(samples):
-            metrics["epoch_samples_per_s"] = 1e3 * samples / sum_ms
-        return _prefixed(metrics)
+            metrics["samples_per_s"] = 1e3 * samples / sum_ms
+        return _prefixed({f"epoch_{name}": value for name, value in metrics.items()})
+
+
+def _add_memory(found: dict[str, float], more: Mapping[str, float]) -> None:
+    """Peaks enter by maximum, events by their sum."""
+    for name, value in more.items():
+        before = found.get(name, 0.0)
+        found[name] = before + value if name == "alloc_retries" else max(before, value)
 
 
 class _CudaGauge:
@@ -496,6 +551,11 @@ class _HostGauge:
     def __init__(self) -> None:
         self._recorder = AllocationRecorder()
         self._begin = 0.0
+        self._has_rss = True
+        try:
+            process_memory()
+        except NotImplementedError:
+            self._has_rss = False
 
     def start(self, *, trace: bool) -> None:
         if trace:
@@ -504,7 +564,7 @@ class _HostGauge:
 
     def stop(self) -> _Reading:
         interval = _HostInterval((time.perf_counter() - self._begin) * 1e3)
-        memory = {"rss_mib": process_memory() / _MIB}
+        memory = {"rss_mib": process_memory() / _MIB} if self._has_rss else {}
         if not self._recorder.running:
             return _Reading(memory, interval)
         recording = self._recorder.stop()
@@ -530,13 +590,27 @@ class _HostInterval:
         return self._ms
 
 
+def _largest(trainer: Trainer, values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """The largest of all ranks, of each of ``names`` that a rank has: what one could not measure it leaves out here."""
+    reduced = _reduce(trainer, [values.get(name, _MISSING) for name in names], "max")
+    return {name: value for name, value in zip(names, reduced, strict=True) if value >= 0}
+
+
 def _reduce(trainer: Trainer, values: list[float], operation: str) -> list[float]:
     """Combine the values of all ranks; every rank must come with as many."""
-    if trainer.world_size == 1 or not values:
+    if trainer.world_size == 1:
         return values
     local = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     reduced = torch.as_tensor(trainer.strategy.reduce(local, reduce_op=operation))
     return [float(value) for value in reduced.tolist()]
+
+
+def _show(trainer: Trainer, metrics: dict[str, torch.Tensor]) -> None:
+    """Put the metrics into ``trainer.callback_metrics``.
+
+    Not by that property: it collects what the module has logged, and waits for the device to show it.
+    """
+    trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def _log(trainer: Trainer, metrics: dict[str, torch.Tensor], step: int) -> None:
@@ -571,4 +645,5 @@ def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _as_tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value) for name, value in metrics.items()}
+    values = torch.tensor([*metrics.values()], dtype=torch.float32, device="cpu")  # one allocation
+    return dict(zip(metrics, values.unbind(), strict=True))

@@ -9,18 +9,21 @@ The error says how many bytes one operation asked for, not who holds the others.
 * activations, which autograd holds out of Python's sight: the same step runs once more on fake tensors, which need no
   memory, and says how large the whole step would have been and which modules hold most of it, within a time limit;
 * from the same estimate, with the repeated blocks checkpointed, and with the activations scaled to smaller batches:
-  what would have fitted; in the optimizer's step, where neither is there, what its own bytes depend on.
+  what would have fitted; in the optimizer's step, where neither is there, what its own bytes depend on. In a validation
+  nothing waits for a backward pass, and nothing is estimated.
 
 Nothing in here may hide the error: whatever goes wrong is a line of the report.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,18 +35,23 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_memopt.measuring.allocation_events import own_storages
-from lightning_memopt.measuring.attribution import held_tensors
+from lightning_memopt.measuring.attribution import held_tensors, tensors_inside
+from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate, highest
 
 if TYPE_CHECKING:
-    from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate
+    from lightning_memopt.callbacks.memory_optimization import MemoryOptimization
 
 __all__ = ["report_out_of_memory"]
 
-_TIME_LIMIT_S = 1.6  # of the estimates; what they do not finish is left out
+_TIME_LIMIT_S = 1.7  # of the estimates; what they do not finish is left out
 _MIB = 2**20
 _HOLDERS = 10
-_OPTIMIZER = "optimizer step"
+_OPTIMIZER, _VALIDATION, _ELSEWHERE = "optimizer step", "validation", "training, outside of a step"
 _WORTHWHILE = 0.99  # of the peak; what saves less is no advice
+_RECOMPUTE = "`MemoryOptimization(level=1)`"
+_VALIDATION_ADVICE = (
+    "A smaller batch of the validation data: nothing is stored for a backward pass, so recomputation does not help."
+)
 _BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py")
 
 
@@ -58,50 +66,76 @@ class _Place:
         return f"in the {self.phase}" + (f", in `{self.module}`" if self.module else "")
 
 
-def report_out_of_memory(trainer: Trainer, module: LightningModule, error: BaseException, batch: Any) -> Path | None:
+def report_out_of_memory(
+    trainer: Trainer,
+    module: LightningModule,
+    error: BaseException,
+    batch: Any,
+    batch_size_fn: Callable[[Any], int] | None = None,
+) -> Path | None:
     """Write what is known of a step that ran out of memory, and warn with the gist of it.
 
     Args:
         trainer: whose optimizers, precision and loggers count.
         module: that was trained.
         error: as it was caught, with its traceback.
-        batch: of the step.
+        batch: of the step; None outside of one.
+        batch_size_fn: samples of the batch; None: the size of the first dimension of its first tensor.
 
     Returns:
         The file, None if none could be written.
     """
     deadline = time.perf_counter() + _TIME_LIMIT_S
     try:
-        place = _place(module, error)
+        place = _place(trainer, module, error, batch)
         held = _held(module, trainer.optimizers, batch)
         device = trainer.strategy.root_device
         limit = _limit(device)
-        estimate, why_not = _estimated(trainer, module, batch, deadline)
-        advice = _advice(trainer, module, batch, estimate, place, limit, deadline)
-        lines = [*_facts(error, place, held, device, limit), *_step(estimate, why_not), *_advised(advice)]
-        path = _written(trainer, "\n".join(lines) + "\n")
+        lines = [*_facts(error, place, held, device, limit)]
+        advice = [_VALIDATION_ADVICE] if place.phase == _VALIDATION else []
+        if place.phase not in (_VALIDATION, _ELSEWHERE):
+            with _old_objects_set_aside():
+                estimate, why_not = _estimated(trainer, module, batch, deadline)
+                samples = _samples(batch) if batch_size_fn is None else int(batch_size_fn(batch))
+                advice = _advice(trainer, module, batch, samples, estimate, place, limit, deadline)
+            lines += _step(estimate, why_not)
+        path = _written(trainer, "\n".join([*lines, *_advised(advice)]) + "\n")
         snapshot = _snapshot(device, path)
         gist = f"out of memory {place}."
         if advice:
             gist += f" {advice[0]}"
         told = f" Report: {path}." if path is not None else ""
         told += f" Allocator snapshot: {snapshot}." if snapshot is not None else ""
-        warnings.warn(f"MemoryMonitor: {gist}{told}", RuntimeWarning, stacklevel=2)
+        _warn(f"MemoryMonitor: {gist}{told}")
         return path
     except Exception:  # the error of the step is the one to be seen
-        warnings.warn(
-            f"MemoryMonitor could not report on the memory of the step: {traceback.format_exc(limit=3)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(f"MemoryMonitor could not report on the memory of the step: {traceback.format_exc(limit=3)}")
         return None
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the error of the step still goes first
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def _old_objects_set_aside() -> Iterator[None]:
+    """An estimate looks for garbage and tensors among its own objects, not among the millions of the training."""
+    if gc.get_freeze_count():  # unfreezing would release what somebody else froze
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Facts
 
 
-def _place(model: nn.Module, error: BaseException) -> _Place:
+def _place(trainer: Trainer, model: nn.Module, error: BaseException, batch: Any) -> _Place:
     """The phase and the innermost module, by the functions that ran."""
     paths = {id(module): path for path, module in model.named_modules()}
     phase, path = "forward", ""
@@ -116,6 +150,10 @@ def _place(model: nn.Module, error: BaseException) -> _Place:
         elif paths.get(id(owner)):
             path = paths[id(owner)]
             phase = "backward (recomputing)" if phase == "backward" else phase
+    if trainer.validating or trainer.sanity_checking:
+        phase = _VALIDATION
+    elif batch is None:
+        phase = _ELSEWHERE
     return _Place(phase, path)
 
 
@@ -134,7 +172,7 @@ def _held(model: nn.Module, optimizers: list[Optimizer], batch: Any) -> dict[str
         "gradients": [parameter.grad for parameter in parameters],
         "optimizer_state": [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))],
         "buffers": [tensor for _, tensor in held_tensors(model)],
-        "inputs": tree_leaves(batch),
+        "inputs": [*tensors_inside(batch, attributes=True)],
     }
     seen: set[int] = set()
     sizes = {}
@@ -151,8 +189,9 @@ def _limit(device: torch.device) -> int | None:
     """Bytes that this process may hold on ``device``: what it holds and what is free."""
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(allowed, free + torch.cuda.memory_reserved(device))
 
 
 def _facts(
@@ -177,27 +216,54 @@ def _facts(
 
 
 def _estimated(
-    trainer: Trainer, model: LightningModule, batch: Any, deadline: float, treat: Any = None
+    trainer: Trainer, model: LightningModule, batch: Any, deadline: float
 ) -> tuple[MemoryEstimate | None, str]:
     """The whole step on fake tensors; or why there is no estimate."""
+    try:
+        estimate = _estimate(trainer, model, batch, deadline, optimizer=trainer.optimizers)
+    except Exception as error:  # the step may need a Trainer, or values
+        return None, f"{type(error).__name__}: {error}"
+    return _with_gradients_kept(estimate) if trainer.accumulate_grad_batches > 1 else estimate, ""
+
+
+def _estimate(
+    trainer: Trainer, model: LightningModule, batch: Any, deadline: float, **arguments: Any
+) -> MemoryEstimate:
     from lightning_memopt.accounting import estimate_memory
 
     left = deadline - time.perf_counter()
     if left <= 0:
-        return None, "there was no time left"
+        raise TimeoutError("there was no time left")
+    device = trainer.strategy.root_device
+    return estimate_memory(model, batch, precision=trainer.precision, device=device, time_limit_s=left, **arguments)
+
+
+def _with_gradients_kept(estimate: MemoryEstimate) -> MemoryEstimate:
+    """The same step between two others whose gradients it is added to: they are all there, all the time."""
+    gradients = max(phase.breakdown.gradients for phase in estimate.phases)
+    phases = tuple(replace(p, breakdown=replace(p.breakdown, gradients=gradients)) for p in estimate.phases)
+    moments = [(estimate.peak_phase, replace(estimate.peak, gradients=gradients))]
+    moments += [(phase.name.removesuffix(" end"), phase.breakdown) for phase in phases]
+    peak_phase, peak = highest(moments)
+    return replace(estimate, phases=phases, peak=peak, peak_phase=peak_phase)
+
+
+def _peak_recomputed(
+    trainer: Trainer, model: LightningModule, batch: Any, estimate: MemoryEstimate, deadline: float
+) -> int | None:
+    """The peak with all repeated blocks recomputed; None if there was no time.
+
+    The step of the optimizers is the same as in ``estimate``, so it is not run again.
+    """
     try:
-        estimate = estimate_memory(
-            model,
-            batch,
-            precision=trainer.precision,
-            optimizer=trainer.optimizers,
-            device=trainer.strategy.root_device,
-            treat=treat,
-            time_limit_s=left,
-        )
-    except Exception as error:  # the step may need a Trainer, or values
-        return None, f"{type(error).__name__}: {error}"
-    return estimate, ""
+        recomputed = _estimate(trainer, model, batch, deadline, optimizer=[], treat=_checkpoint_blocks)
+    except Exception:  # of the advice, not of the report
+        return None
+    if trainer.accumulate_grad_batches > 1:
+        recomputed = _with_gradients_kept(recomputed)
+    state = max(phase.breakdown.optimizer_state for phase in estimate.phases)
+    steps = [phase.breakdown.total_bytes for phase in estimate.phases if phase.name == _OPTIMIZER]
+    return max(recomputed.peak_bytes + state, *steps)
 
 
 def _step(estimate: MemoryEstimate | None, why_not: str) -> Iterator[str]:
@@ -222,6 +288,7 @@ def _advice(
     trainer: Trainer,
     model: LightningModule,
     batch: Any,
+    samples: int,
     estimate: MemoryEstimate | None,
     place: _Place,
     limit: int | None,
@@ -230,20 +297,31 @@ def _advice(
     """What would need less where it ran out, the cheapest first."""
     if place.phase == _OPTIMIZER or (estimate is not None and estimate.peak_phase == _OPTIMIZER):
         return [*_optimizer_advice(trainer, estimate, limit)]
+    accumulated = trainer.accumulate_grad_batches
+    optimization = _optimization(trainer)
+    unmeasured = f"{_RECOMPUTE} recomputes the repeated blocks, for one more forward of them."
     if estimate is None:
-        return []
+        advice = [unmeasured] if optimization is None else []
+        if samples > 1:
+            kept = f"`accumulate_grad_batches={accumulated * -(-samples // (samples // 2))}` keeps the effective batch"
+            advice.append(f"A batch of {samples // 2} instead of {samples} samples stores half as much; {kept}.")
+        return advice
     advice = []
-    treated, _ = _estimated(trainer, model, batch, deadline, _checkpoint_blocks)
-    if treated is not None and treated.peak_bytes < estimate.peak_bytes:
-        fits = _fits(treated.peak_bytes, limit)
+    peak = _peak_recomputed(trainer, model, batch, estimate, deadline)
+    if peak is None and optimization is None:
+        advice.append(unmeasured)
+    elif peak is not None and peak < _WORTHWHILE * estimate.peak_bytes:
+        how = _RECOMPUTE
+        if optimization is not None:
+            planned = optimization.memory_budget
+            how = "Recomputing all blocks" if planned is None else f"A `memory_budget` below {planned!r}"
         advice.append(
-            f"`MemoryOptimization(level=1)` would lower the peak from {estimate.peak_bytes / _MIB:.1f} to "
-            f"{treated.peak_bytes / _MIB:.1f} MiB by estimate{fits}, for one more forward of the blocks."
+            f"{how} would lower the peak from {estimate.peak_bytes / _MIB:.1f} to {peak / _MIB:.1f} MiB by estimate"
+            f"{_fits(peak, limit)}, for at most one more forward of the blocks."
         )
-        if limit is not None and treated.peak_bytes < limit < estimate.peak_bytes:
+        if limit is not None and peak < limit < estimate.peak_bytes:
             share = f"{limit * 95 // 100 // _MIB} MiB"
             advice.append(f'`MemoryOptimization(memory_budget="{share}")` finds the fastest way to fit.')
-    samples = _samples(batch)
     by_batch = _by_batch(estimate.peak)
     if samples > 1 and by_batch:
         fitting = samples // 2
@@ -253,9 +331,18 @@ def _advice(
         if fitting >= 1 and peak < _WORTHWHILE * estimate.peak_bytes:
             advice.append(
                 f"A batch of {fitting} instead of {samples} samples would take about {peak / _MIB:.1f} MiB"
-                f"{_fits(peak, limit)}; `accumulate_grad_batches={-(-samples // fitting)}` keeps the effective batch."
+                f"{_fits(peak, limit)}; `accumulate_grad_batches={accumulated * -(-samples // fitting)}` keeps the "
+                "effective batch."
             )
     return advice
+
+
+def _optimization(trainer: Trainer) -> MemoryOptimization | None:
+    """The callback that has already done something, if there is one."""
+    from lightning_memopt.callbacks.memory_optimization import MemoryOptimization
+
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, MemoryOptimization)), None)
 
 
 def _by_batch(moment: MemoryBreakdown) -> int:
@@ -314,8 +401,8 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _samples(batch: Any) -> int:
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return sizes[0] if sizes else 0
+    sizes = (tensor.shape[0] for tensor in tensors_inside(batch, attributes=True) if tensor.dim())
+    return next(sizes, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,7 +415,7 @@ def _written(trainer: Trainer, text: str) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        warnings.warn(f"MemoryMonitor could not write {path} ({error}):\n{text}", RuntimeWarning, stacklevel=3)
+        _warn(f"MemoryMonitor could not write {path} ({error}):\n{text}")
         return None
     return path
 

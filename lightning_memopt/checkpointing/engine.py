@@ -12,7 +12,8 @@ backward pass. The recomputation itself is torch's (``torch.utils.checkpoint``, 
 * **Hooks that only look fire once** (see ``hooks.py``), and Python's and NumPy's random numbers are replayed along with
   torch's.
 * **Nothing stays behind.** A neuron's state that is not reset keeps the graph that leads to it, which no gradient ran
-  through. torch keeps what was recomputed for that graph as long as it lives; here it goes with the region's backward.
+  through. torch keeps what was recomputed for that graph as long as it lives; here it goes with the region's backward,
+  and such a graph does not keep the modules alive (see ``runs.py``).
 
 Everything stored goes through ``save_for_backward``, so ``saved_tensors_hooks`` around the model (CPU offload, say) see
 it, and autograd notices an input that was changed in place.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,11 +37,10 @@ from lightning_memopt.checkpointing.arguments import StoredArguments
 from lightning_memopt.checkpointing.closures import modules_of
 from lightning_memopt.checkpointing.compiled import compiled_region
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
-from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
-from lightning_memopt.checkpointing.random_state import HostRandom
 from lightning_memopt.checkpointing.region import Region, RegionFacts
+from lightning_memopt.checkpointing.runs import Run, RunLink, Runs, after_backward
 from lightning_memopt.checkpointing.saved_tensors import top_hooks
-from lightning_memopt.checkpointing.state import StateBefore, is_stock, noting_called_modules
+from lightning_memopt.checkpointing.state import is_stock
 from lightning_memopt.ops.arguments import transforms_are_active
 
 
@@ -115,7 +115,7 @@ def run_region(
     whole = any(isinstance(module, nn.RReLU) for module in modules)
     with set_checkpoint_early_stop(False) if whole else nullcontext():
         result = torch_checkpoint(call, *call.anchors, use_reentrant=False)
-    call.keep()
+    call.keep(result, region.runs)
     return result
 
 
@@ -147,21 +147,16 @@ class _Call:
         region: Region,
         modules: list[nn.Module],
     ) -> None:
-        self.function = function
-        self.modules = modules
         self.original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.keeper: Any = None
         self.frame: weakref.ref[Any] | None = None
         self.ran = False
         self.first_state = 0
         self.one_output = False
-        self.host_random: HostRandom | None = None
-        self.hooked = any_hooks(modules)
-        self.observers: Observers = {}
+        self.facts = region.facts
         self.arguments = StoredArguments(args, kwargs, region)
-        self.before = StateBefore(reads_statistics=not is_stock(function, modules))
-        self.before.note(modules)
-        self.before.note_objects(self.arguments.others)
+        run = Run(function, modules, modules, self.arguments.others, stock=is_stock(function, modules))
+        self.link: RunLink | None = RunLink(run)
         devices = self.arguments.devices | _parameter_device(modules)
         # Empty tensors tell torch which devices' random states and autocast settings to replay.
         self.anchors = [torch.empty(0, device=d) for d in devices if d.type not in ("cpu", "meta")]
@@ -174,109 +169,95 @@ class _Call:
 
     def _forward(self) -> Any:
         assert self.original is not None
-        args, kwargs = self.original
         frame = _frame_here()
         self.frame = None if frame is None else weakref.ref(frame)
-        host_random = HostRandom.now()
-        with ExitStack() as stack:
-            if not any(is_compiled(module) for module in self.modules):
-                stack.enter_context(noting_called_modules(self.before))
-            if self.hooked:
-                stack.enter_context(watching_hooks(self.modules, self.before.read, self.observers))
-            result = self.function(*args, **kwargs)
+        result = self.run.first(*self.original)
         self.one_output = sum(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(result)) == 1
-        if host_random != HostRandom.now():
-            self.host_random = host_random
         return result
 
-    def keep(self) -> None:
-        """After the forward: let go of the arguments, keep what the recomputation needs."""
+    @property
+    def run(self) -> Run:
+        """What is run again."""
+        assert self.link is not None
+        return self.link.run()
+
+    def keep(self, result: Any, runs: Runs | None) -> None:
+        """After the forward: let go of the arguments, keep what the recomputation needs, and the run in ``runs``."""
+        states = self.run.before.graphs() if self.facts.states_stand_apart is None else []
         tensors = self.arguments.settle()
         self.first_state = len(tensors)
-        tensors += self.before.settle()
-        self.before.forget_tensors()
+        tensors += self.run.before.settle()
+        self.run.before.forget_tensors()
         anchor = torch.empty(0, requires_grad=True)
         # The tensor, not its node: in older versions of torch the node alone does not keep what it saved.
         self.keeper = _Keep.apply(anchor, *tensors)
+        if states:
+            self.facts.states_stand_apart = _stand_apart(result, states, (self.original, tensors))
         self.original = None
+        if runs is not None and self.link is not None:
+            self.link.leave_to(runs)
         frame = None if self.frame is None else self.frame()
         if frame is not None:
-            _free_when_done(frame, weakref.ref(self))
+            frame._memopt_call = self
+            after_backward(frame, frame.weak_holders, _has_run, _free_recomputed)
 
     def _recompute(self) -> None:
         if self.keeper is None:
             # A gradient taken inside the region itself, while its forward still runs.
             assert self.original is not None
-            self._run_again(*self.original, self.before.settle())
+            self.run.again(*self.original, self.run.before.settle())
             return
-        node = self.keeper.grad_fn
-        kept: Sequence[Tensor] = node.saved_tensors
+        kept: Sequence[Tensor] = self.keeper.grad_fn.saved_tensors
         args, kwargs = self.arguments.rebuild(kept)
         state = kept[self.first_state :]
         del kept
-        self._run_again(args, kwargs, state)
+        self.run.again(args, kwargs, state)
 
     def forget(self, *, partly: bool) -> None:
         """Let go of what is kept, as a backward pass has run through the region, unless another one may come.
 
-        With one output there is no other, unless the graph is kept or only some nodes have run (``partly``).
-        Nodes that lead to a state are hardly ever asked for alone, and a state may be carried for long.
+        With one output there is no other, unless the graph is kept or only some nodes have run (``partly``). Those left
+        may lead to a state, which may be carried for long: a backward pass of it would need nodes that have run. Unless
+        it stands apart from the output, as that of a delay line does.
         """
         node: Any = None if self.keeper is None else self.keeper.grad_fn
         if not self.one_output or not hasattr(node, "maybe_clear_saved_tensors"):  # torch 2.6 has no such call
             return
-        if not partly or self._state_leads_back():
+        if not partly or (not self.facts.states_stand_apart and self.run.before.graphs()):
             node.maybe_clear_saved_tensors()
+            self.link = None
 
-    def _state_leads_back(self) -> bool:
-        return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(self.before.read()))
 
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sequence[Tensor]) -> None:
-        with ExitStack() as stack:
-            if self.host_random is not None:
-                stack.enter_context(self.host_random.replayed())
-            stack.enter_context(self.before.recomputing(state))
-            if self.hooked:
-                stack.enter_context(replaying_hooks(self.modules, self.observers))
-            self.function(*args, **kwargs)
+def _stand_apart(result: Any, states: list[Tensor], given: Any) -> bool:
+    """Whether no node between what was ``given`` to a region and its ``result`` leads to one of ``states``, too."""
+    outside = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+
+    def nodes(tensors: list[Any]) -> set[Any]:
+        found: set[Any] = set()
+        pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+        while pending:
+            node = pending.pop()
+            if node not in found and node not in outside and not hasattr(node, "variable"):
+                found.add(node)
+                pending += [] if node is None else [after for after, _ in node.next_functions]
+        return found - {None}
+
+    return nodes(tree_leaves(result)).isdisjoint(nodes(states))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a backward pass leaves behind
+# What a backward pass leaves behind, in the record that torch keeps of a checkpoint
 
 
 def _frame_here() -> Any:
-    """The record that torch keeps of the checkpoint whose forward runs here; None where it does not show it."""
+    """The record of the checkpoint whose forward runs here; None where torch does not show it."""
     pack: Any = (top_hooks(True) or (None,))[0]
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     return pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
 
 
-def _free_when_done(frame: Any, call: weakref.ref[_Call], start: int = 0) -> None:
-    """Free what a backward pass recomputed and did not ask for, as soon as it has run through the region.
-
-    A backward pass visits nodes from the last one to the first. So when the node that saved the first tensor lets go of
-    it, all others have been visited that will be: what is left was recomputed for nodes that only lead to a state.
-    """
-    holders = frame.weak_holders
-    first = next((place for place in range(start, len(holders)) if holders[place]() is not None), None)
-    if first is None:
-        return
-    owner = weakref.ref(frame)
-
-    def done(_: object) -> None:
-        frame = owner()
-        if frame is None:
-            return
-        if frame.is_recomputed.get(torch._C._current_graph_task_id()):
-            _free_recomputed(frame)
-            this = call()
-            if this is not None:
-                this.forget(partly=any(holder() is not None for holder in frame.weak_holders))
-        else:  # the node went with a tensor that nobody used, and no backward pass has been there
-            _free_when_done(frame, call, first + 1)
-
-    frame.memopt_first_saved = weakref.ref(holders[first](), done)
+def _has_run(frame: Any, task: int) -> bool:
+    return bool(frame.is_recomputed.get(task))
 
 
 def _free_recomputed(frame: Any) -> None:
@@ -288,11 +269,7 @@ def _free_recomputed(frame: Any) -> None:
                 holder.handles.pop(task, None)
         for by_task in (frame.recomputed, frame.recomp_counter, frame.is_recomputed):
             del by_task[task]
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """A part compiled by itself: the compiler would take our hook into its graph, and the recomputation has none."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    frame._memopt_call.forget(partly=any(holder() is not None for holder in frame.weak_holders))
 
 
 def _parameter_device(modules: list[nn.Module]) -> set[torch.device]:

@@ -9,6 +9,8 @@ in the forward: an observer returns None, changes neither the tensors it was sho
 modules remember, and records nothing for autograd. It is left out of the recomputation; if it drew random numbers,
 those are skipped over there.
 
+The recomputation has the hooks of the forward, whatever was added or removed since.
+
 Whatever a hook saves for backward is kept as it is and never recomputed, so that leaving a hook out cannot disturb the
 order of the recomputed tensors.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,11 +31,23 @@ from torch.utils._pytree import tree_leaves
 _Key = tuple[int, str, int]
 # For each hook that only looks, call by call: the random states it left behind, None where it drew nothing.
 Observers = dict[_Key, list["list[Any] | None"]]
+# Where a module keeps its forward hooks and, by the same keys, what it knows of them.
+_REGISTRIES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+# The contents of the registries, by the place of the module that has any.
+Hooks = dict[int, list[dict[int, Any]]]
 
 
-def any_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of ``modules`` has a forward hook or forward pre-hook."""
-    return any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+def hooks_of(modules: Iterable[nn.Module]) -> Hooks:
+    """The forward hooks and forward pre-hooks that ``modules`` have now."""
+    return {
+        place: [{key: _original(hook) for key, hook in getattr(module, name).items()} for name in _REGISTRIES]
+        for place, module in enumerate(modules)
+        if module._forward_pre_hooks or module._forward_hooks
+    }
 
 
 def watching_hooks(
@@ -64,8 +79,9 @@ def watching_hooks(
     return _replaced(modules, wrap)
 
 
-def replaying_hooks(modules: list[nn.Module], observers: Observers) -> contextlib.AbstractContextManager[None]:
-    """Run the recomputation without ``observers``."""
+@contextlib.contextmanager
+def replaying_hooks(modules: list[nn.Module], then: Hooks, observers: Observers) -> Iterator[None]:
+    """Run the recomputation with the hooks of ``then``, without ``observers``."""
 
     def wrap(key: _Key, hook: Any) -> Any:
         if key in observers:
@@ -77,25 +93,60 @@ def replaying_hooks(modules: list[nn.Module], observers: Observers) -> contextli
 
         return replayed
 
-    return _replaced(modules, wrap)
+    now = hooks_of(modules)
+    try:
+        _write(modules, then, now)
+        with _replaced(modules, wrap):
+            yield
+    finally:
+        _write(modules, now, then)
+
+
+def _write(modules: list[nn.Module], hooks: Hooks, instead_of: Hooks) -> None:
+    for place in hooks.keys() | instead_of.keys() if hooks != instead_of else ():
+        for index, name in enumerate(_REGISTRIES):
+            registry = getattr(modules[place], name)
+            registry.clear()
+            registry.update(hooks[place][index] if place in hooks else {})
+
+
+class _Wrapped:
+    """Stands for a hook while a region runs, in the thread where it runs. Another one may run the same modules."""
+
+    def __init__(self, hook: Any, instead: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.instead = instead
+        self.thread = threading.get_ident()
+        self.is_over = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here = not self.is_over and self.thread == threading.get_ident()
+        return (self.instead if here else self.hook)(*args, **kwargs)
+
+
+def _original(hook: Any) -> Any:
+    while isinstance(hook, _Wrapped):
+        hook = hook.hook
+    return hook
 
 
 @contextlib.contextmanager
 def _replaced(modules: list[nn.Module], wrap: Callable[[_Key, Any], Any]) -> Iterator[None]:
-    replaced: list[tuple[Any, int, Any, Any]] = []
+    replaced: list[tuple[Any, int, _Wrapped]] = []
     try:
         for i, module in enumerate(modules):
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)
                 for hook_id, hook in list(hooks.items()):
-                    wrapped = wrap((i, name, hook_id), hook)
-                    hooks[hook_id] = wrapped
-                    replaced.append((hooks, hook_id, hook, wrapped))
+                    hooks[hook_id] = wrapped = _Wrapped(hook, wrap((i, name, hook_id), hook))
+                    replaced.append((hooks, hook_id, wrapped))
         yield
     finally:
-        for hooks, hook_id, hook, wrapped in replaced:
-            if hooks.get(hook_id) is wrapped:
-                hooks[hook_id] = hook
+        for hooks, hook_id, wrapped in replaced:
+            wrapped.is_over = True
+            hook = hooks.get(hook_id)
+            while isinstance(hook, _Wrapped) and hook.is_over:
+                hooks[hook_id] = hook = hook.hook
 
 
 def _skipping(calls: list[list[Any] | None]) -> Callable[..., None]:

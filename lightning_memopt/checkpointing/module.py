@@ -27,6 +27,7 @@ from lightning_memopt.checkpointing.compressors import SpikeCompressor
 from lightning_memopt.checkpointing.engine import check_compressor, in_transform, run_region
 from lightning_memopt.checkpointing.parts import TreatmentFacts, run_treated
 from lightning_memopt.checkpointing.region import TREATMENTS, Region, RegionConfig, RegionFacts, Treatment
+from lightning_memopt.checkpointing.runs import Runs
 from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,6 +41,7 @@ class _ModuleRegion:
     facts: RegionFacts = field(default_factory=RegionFacts)
     treatment_facts: TreatmentFacts = field(default_factory=TreatmentFacts)
     safe_chunks: set[Any] = field(default_factory=set)
+    runs: Runs = field(default_factory=Runs)
 
 
 def checkpoint_module(
@@ -110,7 +112,8 @@ def checkpoint_module(
         return module
     if current is None and not _is_checkpointed_class(type(module)):
         _set_class(module, _checkpointed_class(type(module)))
-    module.__dict__[REGION_ATTRIBUTE] = _ModuleRegion(config)
+    region: _ModuleRegion | None = module.__dict__.get(REGION_ATTRIBUTE)
+    module.__dict__[REGION_ATTRIBUTE] = _ModuleRegion(config, runs=Runs() if region is None else region.runs)
     return module
 
 
@@ -124,7 +127,9 @@ def unwrap_module(module: M) -> M:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unwrap_module expects a torch.nn.Module, got {type(module).__name__}.")
-    module.__dict__.pop(REGION_ATTRIBUTE, None)
+    region: _ModuleRegion | None = module.__dict__.pop(REGION_ATTRIBUTE, None)
+    if region is not None:
+        region.runs.hand_over()
     # A class put on top since (fully_shard) stays; without its region our class below it runs the plain forward.
     if "_memopt_original_class" in vars(type(module)):
         _set_class(module, vars(type(module))["_memopt_original_class"])
@@ -343,7 +348,7 @@ def _run_treated(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs
         return plain(*args, **kwargs)
     label = _label(module, region.config)
     cheap = region.config.treatment != "pack"
-    return run_treated(module, plain, args, kwargs, region.treatment_facts, label, recompute_cheap=cheap)
+    return run_treated(module, plain, args, kwargs, region.treatment_facts, region.runs, label, recompute_cheap=cheap)
 
 
 def _run_once(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, region: _ModuleRegion) -> Any:
@@ -353,7 +358,7 @@ def _run_once(module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: A
         return compiled_region(
             plain, args, kwargs, config.compressor, config.compressed_args, lambda: list(module.modules()), label
         )
-    treated = Region(region.facts, config.compressor, config.compressed_args, _label(module, config))
+    treated = Region(region.facts, config.compressor, config.compressed_args, _label(module, config), region.runs)
     return run_region(plain, args, kwargs, treated, list(module.modules()))
 
 

@@ -25,7 +25,8 @@ All these decisions are taken within the first call of a region, and do not chan
 by another one therefore saves alike both times.
 
 A state that a part leaves behind (a neuron's potential) has a graph that knows the part's call as long as nobody resets
-it. So what the call stored goes with the backward pass that ran through it, as plain autograd's saved tensors do.
+it. So what the call stored goes with the backward pass that ran through it, as plain autograd's saved tensors do, and
+the call does not keep its module alive (see ``runs.py``).
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,9 +50,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memopt.checkpointing.arguments import as_result
-from lightning_memopt.checkpointing.engine import is_compiled
-from lightning_memopt.checkpointing.hooks import Observers, any_hooks, replaying_hooks, watching_hooks
-from lightning_memopt.checkpointing.random_state import HostRandom
+from lightning_memopt.checkpointing.runs import Run, RunLink, Runs, after_backward, is_compiled
 from lightning_memopt.checkpointing.saved_tensors import (
     Form,
     Recipe,
@@ -61,7 +61,7 @@ from lightning_memopt.checkpointing.saved_tensors import (
     saved_in_call,
     stored_bytes,
 )
-from lightning_memopt.checkpointing.state import StateBefore, is_of_torch, is_stock, noting_called_modules
+from lightning_memopt.checkpointing.state import is_of_torch, is_stock
 from lightning_memopt.checkpointing.stores import REGION_ATTRIBUTE
 from lightning_memopt.ops.value_bounds import is_fake
 
@@ -181,9 +181,9 @@ def _is_product(operation: Any) -> bool:
 
 
 @contextmanager
-def treated_parts(saved: SavedTensors, parts: list[Part]) -> Iterator[None]:
+def treated_parts(saved: SavedTensors, parts: list[Part], runs: Runs) -> Iterator[None]:
     """While this context lasts, calls of the ``parts`` run as small regions that store what they must in ``saved``."""
-    inside = _Inside()
+    inside = _Inside(runs)
     patched: list[tuple[dict[str, Any], Any]] = []
     try:
         for part in parts:
@@ -203,30 +203,25 @@ def treated_parts(saved: SavedTensors, parts: list[Part]) -> Iterator[None]:
 
 @dataclass
 class _Inside:
-    """Whether a part is running: parts are not nested."""
+    """A call of a region: who keeps its runs, and whether a part is running (parts are not nested)."""
 
+    runs: Runs
     running: bool = False
 
 
 def _run_part(saved: SavedTensors, part: Part, inside: _Inside, *args: Any, **kwargs: Any) -> Any:
-    forward = part.module.__dict__.pop("forward", None)
-    try:
-        return run_part(saved, part, inside, type(part.module).forward.__get__(part.module), args, kwargs)
-    finally:
-        if forward is not None:
-            part.module.__dict__["forward"] = forward
+    return run_part(saved, part, inside, type(part.module).forward.__get__(part.module), args, kwargs)
 
 
 def run_part(
     saved: SavedTensors,
     part: Part,
-    inside: _Inside | None,
+    inside: _Inside,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Run ``function``, the forward of ``part``, as a small region where that stores less."""
-    inside = _Inside() if inside is None else inside
     facts = part.facts
     if inside.running or facts.cheap is False or not torch.is_grad_enabled() or saved.thread != threading.get_ident():
         return function(*args, **kwargs)
@@ -243,7 +238,7 @@ def run_part(
             dear.append(index)
     inside.running = True
     try:
-        return PartCall(part, function, leaves, spec, dear).run(saved, args, kwargs)
+        return PartCall(part, leaves, spec, dear).forward(saved, part, function, args, kwargs, inside.runs)
     finally:
         inside.running = False
 
@@ -310,13 +305,12 @@ class _Slot:
 class PartCall:
     """One call of a part: what must be stored to run it again and, in the backward pass, what running it again gave."""
 
-    def __init__(
-        self, part: Part, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec | None, dear: list[int]
-    ) -> None:
-        self.part = part
-        self.function = function
+    def __init__(self, part: Part, leaves: list[Any], spec: TreeSpec | None, dear: list[int]) -> None:
+        self.facts = part.facts
+        self.name = type(part.module).__name__
         self.recipes: list[weakref.ref[Recipe]] = []
         self.around: Any = None
+        self._link: RunLink | None = None
         self._leaves = leaves
         self._spec = spec
         self._dear = dear
@@ -328,7 +322,6 @@ class PartCall:
         self._may_drop_early = False
         self._gained: dict[int, int] = {}
         self._slots: list[weakref.ref[_Slot]] = []
-        self._first_slot: weakref.ref[_Slot] | None = None
         self._one_output = False
         self._is_over = False
         self._state: list[tuple[Form, bool]] = []
@@ -341,17 +334,32 @@ class PartCall:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def run(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward; ``saved`` stores what it must."""
+    def forward(
+        self,
+        saved: SavedTensors,
+        part: Part,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        runs: Runs,
+    ) -> Any:
+        """Run ``function``, the forward of ``part``; ``saved`` stores what it must, ``runs`` keeps the run."""
         try:
-            return self._forward(saved, args, kwargs)
+            return self._forward(saved, part, function, args, kwargs, runs)
         finally:
             # These tensors know the nodes that know this call.
             self._undecided = None
 
-    def _forward(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self,
+        saved: SavedTensors,
+        part: Part,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        runs: Runs,
+    ) -> Any:
         self.around = saved.around
-        part, inner = self.part, self.part.inner
         tensors = [(i, leaf, leaf._version) for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         recipes: dict[int, Form] = {}
         for index, leaf, _ in tensors if part.facts.writes else ():
@@ -361,26 +369,16 @@ class PartCall:
         devices = {leaf.device for _, leaf, _ in tensors}
         self._autocast = _autocast_now(devices)
         self._random = _random_now(devices) if part.may_draw else None
-        self._host_random = None if part.stock else HostRandom.now()
-        self._before = StateBefore(reads_statistics=not part.stock)
-        self._before.note(inner)
-        self._before.note_objects(leaf for leaf in self._leaves if not isinstance(leaf, Tensor))
+        others = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         # Hooks of the part itself run outside of its forward.
-        self._hooked = any_hooks(inner[1:])
+        run = Run(function, part.inner, part.inner[1:], others, stock=part.stock)
+        self._link = RunLink(run)
         # Should a library module turn out to perform a product, it is computed again this once.
         self._may_drop_early = part.stock and not saved.nested
         self._gained = {_storage(leaf): 0 for _, leaf, _ in tensors}
-        self._observers: Observers = {}
         watch = _WatchProducts() if part.facts.cheap is None else None
-        with ExitStack() as stack:
-            if not part.stock:
-                stack.enter_context(noting_called_modules(self._before))
-            if self._hooked:
-                stack.enter_context(watching_hooks(inner[1:], self._before.read, self._observers))
-            if watch is not None:
-                stack.enter_context(watch)
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                result = self.function(*args, **kwargs)
+        with nullcontext() if watch is None else watch, saved_tensors_hooks(self._pack, self._unpack):
+            result = run.first(args, kwargs)
         self._running = False
         changed = {i for i, leaf, version in tensors if leaf._version != version}
         self._learn(tensors, changed, watch)
@@ -391,12 +389,14 @@ class PartCall:
         if not self._shapes:
             return result  # nothing to compute again for
         self._keep_arguments(saved, tensors, changed, recipes)
-        self._state = [(saved.pack(tensor), tensor.requires_grad) for tensor in self._before.settle()]
-        self._before.forget_tensors()
-        self._forget_random(devices)
+        self._state = [(saved.pack(tensor), tensor.requires_grad) for tensor in run.before.settle()]
+        run.before.forget_tensors()
+        if self._random is not None and _same_random(self._random, _random_now(devices)):
+            self._random = None  # no number was drawn
         self._know_outputs(result, tensors, changed)
         self._one_output = sum(isinstance(t, Tensor) and t.requires_grad for t in leaves_of(result)) == 1
-        self._let_go_when_done()
+        self._link.leave_to(runs)
+        after_backward(self, self._slots, PartCall._has_run, PartCall._let_go)
         return result
 
     def _pack(self, tensor: Tensor) -> _Slot:
@@ -413,11 +413,11 @@ class PartCall:
         """Hold nothing that was saved as soon as it is more than the arguments that are stored in its place."""
         self._gained.setdefault(_storage(tensor), stored_bytes(tensor))
         if sum(self._gained.values()) > sum(self._leaves[index].nbytes for index in self._dear):
-            self.part.facts.pays.update((index, True) for index in self._dear if index not in self.part.facts.pays)
+            self.facts.pays.update((index, True) for index in self._dear if index not in self.facts.pays)
             self._undecided = None
 
     def _learn(self, tensors: list[tuple[int, Tensor, int]], changed: set[int], watch: _WatchProducts | None) -> None:
-        facts = self.part.facts
+        facts = self.facts
         if watch is not None:
             facts.cheap = not watch.found and not changed
         if self._undecided is None:
@@ -432,14 +432,14 @@ class PartCall:
 
     def _runs_plainly(self, changed: set[int], recipes: dict[int, Form]) -> bool:
         """Whether what the call saved has to be stored after all."""
-        facts = self.part.facts
+        facts = self.facts
         if facts.cheap and all(facts.pays[index] for index in self._dear) and changed <= recipes.keys():
             return False
         if self._undecided is None and not changed:
             return False
         if self._undecided is None:
             raise RuntimeError(
-                f"{type(self.part.module).__name__} changed an argument in place for the first time after calls that "
+                f"{self.name} changed an argument in place for the first time after calls that "
                 "left it alone, so that it cannot be computed again. Run this step again."
             )
         return True
@@ -451,39 +451,18 @@ class PartCall:
             form, slot = saved.keep(tensor, version), reference()
             if slot is not None:
                 slot.form = form
-        self._leaves = []
-        del self._before, self.function
+        self._leaves, self._link = [], None
 
-    def _let_go_when_done(self, start: int = 0) -> None:
-        """Let go of all that is stored and computed again as soon as a backward pass has run through the call.
-
-        It visits nodes from the last one to the first, so it has when the node that saved the first tensor drops that.
-        """
-        there = (
-            (place, slot) for place in range(start, len(self._slots)) if (slot := self._slots[place]()) is not None
-        )
-        first, slot = next(there, (len(self._slots), None))
-        if slot is None:
-            return
-        call = weakref.ref(self)
-
-        def done(_: object) -> None:
-            this = call()
-            if this is None:
-                return
-            if this._task != -1 and this._task == torch._C._current_graph_task_id():
-                this._let_go()
-            else:  # the node went with a tensor that nobody used, and no backward pass has been there
-                this._let_go_when_done(first + 1)
-
-        self._first_slot = weakref.ref(slot, done)
+    def _has_run(self, task: int) -> bool:
+        return self._task != -1 and self._task == task
 
     def _let_go(self) -> None:
+        """Let go of all that is stored and was computed again, as a backward pass has run through the call."""
         with self._lock:
             self._values, self._outputs, self._task = {}, {}, -1
             # Another output may have a backward of its own, and a recipe its user.
             if self._one_output and not self._wanted():
-                self._leaves, self._state, self._is_over = [], [], True
+                self._leaves, self._state, self._link, self._is_over = [], [], None, True
 
     def _keep_arguments(
         self,
@@ -499,13 +478,6 @@ class PartCall:
                 continue
             form = recipes.get(index) or saved.keep(leaf, version)
             self._leaves[index] = _Argument(form, leaf.requires_grad, index in changed)
-
-    def _forget_random(self, devices: Iterable[torch.device]) -> None:
-        """Random numbers that were not drawn need no replay."""
-        if self._random is not None and _same_random(self._random, _random_now(devices)):
-            self._random = None
-        if self._host_random is not None and self._host_random == HostRandom.now():
-            self._host_random = None
 
     def _know_outputs(self, result: Any, tensors: list[tuple[int, Tensor, int]], changed: set[int]) -> None:
         arguments = {leaf.untyped_storage()._cdata: i for i, leaf, _ in tensors if leaf.layout is torch.strided}
@@ -554,15 +526,17 @@ class PartCall:
     def _run_again(self) -> None:
         if self._is_over:
             raise RuntimeError(
-                f"Trying to backward through the graph a second time: {type(self.part.module).__name__} has had its "
+                f"Trying to backward through the graph a second time: {self.name} has had its "
                 "backward pass, after which nothing is kept for another one. Set retain_graph=True in the first, or "
                 "reset or detach the state that leads there."
             )
-        self._check_parameters_are_there()
+        assert self._link is not None
+        run = self._link.run()
+        _check_parameters_are_there(run.modules)
         with torch.enable_grad():
             args, kwargs = self._arguments()
             # A gradient may be taken inside the part, while its forward still runs.
-            state = self._before.settle() if self._running else [_with_grad(f.value(), g) for f, g in self._state]
+            state = run.before.settle() if self._running else [_with_grad(f.value(), g) for f, g in self._state]
         values: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -570,21 +544,16 @@ class PartCall:
             return values[-1]
 
         with ExitStack() as stack:
-            if self._host_random is not None:
-                stack.enter_context(self._host_random.replayed())
             if self._random is not None:
                 stack.enter_context(_replayed(self._random))
             for autocast in _autocast_again(self._autocast):
                 stack.enter_context(autocast)
-            stack.enter_context(self._before.recomputing(state))
-            if self._hooked:
-                stack.enter_context(replaying_hooks(self.part.inner[1:], self._observers))
             stack.enter_context(torch.enable_grad())
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = self.function(*args, **kwargs)
+            stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+            result = run.again(args, kwargs, state)
         if [value.shape for value in values[: len(self._shapes)]] != self._shapes:
             raise RuntimeError(
-                f"{type(self.part.module).__name__} saved tensors of shapes {[tuple(s) for s in self._shapes]} in the "
+                f"{self.name} saved tensors of shapes {[tuple(s) for s in self._shapes]} in the "
                 f"forward and {[tuple(v.shape) for v in values]} when it was computed again. A module under "
                 "recompute_cheap has to do the same both times: leave it out, or use the treatment 'pack'."
             )
@@ -609,15 +578,16 @@ class PartCall:
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
 
-    def _check_parameters_are_there(self) -> None:
-        for module in self.part.inner:
-            for name, parameter in module._parameters.items():
-                if type(parameter) is nn.Parameter and parameter.numel() and not parameter.untyped_storage().nbytes():
-                    raise RuntimeError(
-                        f"{name} of {type(module).__name__} has no memory now (a sharded parameter, it seems), but the "
-                        "module has to be computed again for a layer outside of its shard. Shard larger units, or use "
-                        "the treatment 'pack' or 'recompute'."
-                    )
+
+def _check_parameters_are_there(modules: list[nn.Module]) -> None:
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter and parameter.numel() and not parameter.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"{name} of {type(module).__name__} has no memory now (a sharded parameter, it seems), but the "
+                    "module has to be computed again for a layer outside of its shard. Shard larger units, or use "
+                    "the treatment 'pack' or 'recompute'."
+                )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -702,6 +672,7 @@ def run_treated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     facts: TreatmentFacts,
+    runs: Runs,
     label: str,
     *,
     recompute_cheap: bool,
@@ -714,6 +685,7 @@ def run_treated(
         args: arguments of the forward.
         kwargs: keyword arguments of the forward.
         facts: what earlier calls learned; it is added to.
+        runs: those that ``module`` keeps.
         label: how errors call the region.
         recompute_cheap: also recompute everything but products.
     """
@@ -727,6 +699,6 @@ def run_treated(
     parts = facts.parts.parts
     with saved.hooks():
         if len(parts) == 1 and parts[0].module is module:
-            return run_part(saved, parts[0], None, function, args, kwargs)
-        with treated_parts(saved, parts):
+            return run_part(saved, parts[0], _Inside(runs), function, args, kwargs)
+        with treated_parts(saved, parts, runs):
             return function(*args, **kwargs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_memopt.checkpointing.compressors import SpikeCompressor
+from lightning_memopt.checkpointing.runs import Runs
 
 Treatment = Literal["recompute", "pack", "recompute_cheap"]
 TREATMENTS: tuple[Treatment, ...] = ("recompute", "pack", "recompute_cheap")
@@ -29,9 +30,12 @@ class RegionConfig:
 
 @dataclass
 class RegionFacts:
-    """What a region learned about itself: which inputs are binary."""
+    """What a region learned about itself."""
 
     packable: dict[int, bool] = field(default_factory=dict)
+    """Which inputs are binary."""
+    states_stand_apart: bool | None = None
+    """Whether no operation leads both to its output and to a state that it leaves behind; None while unknown."""
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,5 @@ class Region:
     compressor: SpikeCompressor | None = None
     compressed_args: tuple[int | str, ...] | None = None
     label: str = "a checkpointed function"
+    runs: Runs | None = None
+    """Those of the treated module; None where no module keeps them, and the graphs have to."""

@@ -30,12 +30,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_memopt.checkpointing.stores import (
     Store,
+    entries,
     entry,
     is_foreign,
     parameter_store,
@@ -62,7 +66,10 @@ class _ShadowCopy(NamedTuple):
     copy: Tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        return self.source() is tensor and self.version == _version(tensor)
+        if self.source() is not tensor or self.version != _version(tensor):
+            return False
+        # A write through `.data` counts no version.
+        return not reading_is_free(tensor) or is_fake(tensor) or torch.equal(tensor.detach(), self.copy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 def _holds_no_memory(module: nn.Module) -> bool:
     """Layers of torch itself keep nothing between calls but running statistics, unless a hook writes to them."""
-    if not is_of_torch(module):
+    if not is_of_torch(module) or isinstance(module, _DropoutNd):  # whose rate may follow a schedule
         return False
     if isinstance(module, _NormBase) and module._buffers:
         return False
@@ -169,6 +176,8 @@ class _Slot:
     tensor: Tensor
     version: int
     copy: Tensor | None = None
+    requires_grad: bool = False
+    """Of a parameter."""
     wants_copy: bool = False
     always_changes: bool = False
 
@@ -210,10 +219,11 @@ class StateBefore:
         self._reads_statistics = reads_statistics
         self._stores: list[Store] = []
         self._slots: list[_Slot] = []
-        self._parameters: list[tuple[Tensor, int]] = []
+        self._parameters: list[tuple[Tensor, int, bool]] = []
         self._noted: set[int] = set()
         self._modules: list[nn.Module] = []
         self._training: list[bool] = []
+        self._children: list[tuple[nn.Module, dict[str, Any]]] = []
         self._write_only: list[nn.Module] = []
         self._mutated: set[int] = set()
         self._constant: dict[int, _ShadowCopy] = {}
@@ -229,6 +239,8 @@ class StateBefore:
             self._noted.add(id(module))
             self._modules.append(module)
             self._training.append(module.training)
+            if module._modules:
+                self._children.append((module, module._modules.copy()))
             if _holds_no_memory(module):
                 self._add(parameter_store(module))
             elif self._writes_only(module):
@@ -261,7 +273,7 @@ class StateBefore:
             if parameter is None:
                 continue
             name = (*store.name, key)
-            slot = _Slot(store, key, parameter, _version(parameter))
+            slot = _Slot(store, key, parameter, _version(parameter), requires_grad=parameter.requires_grad)
             slot.wants_copy = name in learned.mutated or name not in learned.known
             self._slots.append(slot)
 
@@ -271,6 +283,11 @@ class StateBefore:
             return False
         return module.track_running_stats and not module._forward_pre_hooks and not module._forward_hooks
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those whose memory was noted."""
+        return self._modules
+
     def has(self, module: nn.Module) -> bool:
         """Whether the memory of ``module`` was noted."""
         return id(module) in self._noted
@@ -279,15 +296,23 @@ class StateBefore:
         """What the noted places hold now."""
         return [store.read() for store in self._stores]
 
+    def graphs(self) -> list[Tensor]:
+        """The tensors with a graph that the noted places hold now."""
+        held = [store.read() for store in self._stores if not store.holds_parameters]
+        leaves = (leaf for contents in held for _, value in entries(contents) for leaf in _leaves(value))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+
     def _note_tensors(self, store: Store) -> None:
         learned: _Learned | None = None
-        statistics = isinstance(store.owner, _NormBase) and store.owner.training and store.name == ("buffers",)
+        # Training writes them without counting a version, so that no earlier copy stands for them.
+        statistics = isinstance(store.owner, _NormBase) and store.name == ("buffers",)
+        written = statistics and bool(store.owner.training)
         for key, value in store.entries():
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 continue
             learned = learned or _learned(store.owner)
             name = (*store.name, key)
-            slot = _Slot(store, key, value, _version(value), always_changes=statistics)
+            slot = _Slot(store, key, value, _version(value), always_changes=written)
             if not _can_be_copied(value):
                 pass
             elif statistics or name in learned.mutated or name not in learned.known:
@@ -320,7 +345,7 @@ class StateBefore:
             name = (*slot.store.name, slot.key)
             learned = _learned(slot.store.owner)
             if slot.store.holds_parameters and name not in learned.mutated and _version(slot.tensor) == slot.version:
-                self._parameters.append((slot.tensor, slot.version))
+                self._parameters.append((slot.tensor, slot.version, slot.requires_grad))
                 learned.known.add(name)
                 continue
             if name in learned.mutated or slot.was_changed(known=name in learned.known):
@@ -339,11 +364,10 @@ class StateBefore:
                 learned.shadows.pop(name, None)
             elif slot.copy is not None and name not in learned.reassigned and _may_be_shadowed(slot.tensor):
                 # A constant: its copy stands for it, whatever happens to it before the backward pass.
-                shadow = learned.shadows[name] = _ShadowCopy(weakref.ref(slot.tensor), slot.version, slot.copy)
                 slot.store.contents[slot.key] = slot.copy
-                # Statistics that are constant now may be written in training before the backward, without a version.
                 if not isinstance(slot.store.owner, _NormBase):
-                    self._constant[id(slot.copy)] = shadow
+                    shadow = _ShadowCopy(weakref.ref(slot.tensor), slot.version, slot.copy)
+                    self._constant[id(slot.copy)] = learned.shadows[name] = shadow
             learned.known.add(name)
         self._slots = []
         self._kept = self._detach_tensors()
@@ -403,13 +427,19 @@ class StateBefore:
             RuntimeError: if a parameter was changed in place since the forward.
         """
         self._check_parameters()
+        frozen = [(p, requires) for p, _, requires in self._parameters if p.requires_grad != requires and p.is_leaf]
         now = [(store, store.read()) for store in self._stores]
         norms = [(norm, dict(norm._buffers)) for norm in self._write_only]
         modes = [(m, m.training) for m, mode in zip(self._modules, self._training, strict=True) if m.training != mode]
+        children = [(m, then, m._modules) for m, then in self._children if m._modules != then]
         copies: dict[int, Tensor] = {}
         try:
+            for module, then, _ in children:
+                module.__dict__["_modules"] = then
             for module, mode in modes:
                 module.training = not mode
+            for parameter, requires in frozen:
+                parameter.requires_grad_(requires)
             for i, store in enumerate(self._stores):
                 store.write(self._contents(i, tensors, copies))
             for norm in self._write_only:
@@ -420,11 +450,15 @@ class StateBefore:
                 norm._buffers.update(buffers)
             for store, contents in now:
                 store.write(contents)
+            for parameter, requires in frozen:
+                parameter.requires_grad_(not requires)
             for module, mode in modes:
                 module.training = mode
+            for module, _, place in children:
+                module.__dict__["_modules"] = place
 
     def _check_parameters(self) -> None:
-        for parameter, version in self._parameters:
+        for parameter, version, _ in self._parameters:
             if _version(parameter) != version:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} was changed in place after a checkpointed region "
@@ -521,6 +555,52 @@ def _give_scratch_statistics(norm: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# States of modules that nobody uses any more
+
+
+class _Cut(torch.autograd.Function):
+    """The value of a state whose graph was let go."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "A gradient runs into a state that was made in a treated region which nobody holds any more, only a module "
+            "inside of it. Keep the region as long as you use its modules, or reset or detach the state before."
+        )
+
+
+def cut_graphs(modules: Iterable[nn.Module]) -> None:
+    """Make what ``modules`` remember let go of the graphs that lead to it. Values stay, in case one is still in use."""
+    # The garbage collector may ask for this at any moment: in a transform, under fake tensors, without gradients.
+    with (
+        temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+        no_dispatch(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        anchor = torch.empty(0, requires_grad=True)
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.grad_fn is None:
+                return value
+            return _Cut.apply(anchor, [value.detach()])
+
+        for module in modules:
+            for store in stores_of(module):
+                held = [] if store.holds_parameters else list(store.entries())
+                for key, value in held:
+                    if isinstance(value, (Tensor, tuple)):
+                        store.contents[key] = tree_map(cut, value)
+                if held:
+                    store.write(store.contents)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Full snapshots, for code that runs steps which must leave no trace
 
 
@@ -532,25 +612,34 @@ class StateSnapshot:
     _copies: tuple[tuple[Tensor, int, Tensor], ...]
 
 
-def take_snapshot(module: nn.Module, *, copy: bool = True) -> StateSnapshot:
+def take_snapshot(module: nn.Module, *, objects: Iterable[Any] = (), copy: bool = True) -> StateSnapshot:
     """Note buffers, neuron states, attributes and metric states of ``module`` and its submodules.
 
     Args:
         module: any module.
+        objects: what else may remember something: users' own objects, such as a cache of keys and values, are noted,
+            too, anything else is not.
         copy: also copy the tensors' values (bytes: those of the state), so that changes in place can be undone.
     """
     stores: list[Store] = []
     for submodule in with_hidden_modules(module):
         stores.extend(stores_of(submodule))
+    for value in {id(value): value for value in objects if is_foreign(value)}.values():
+        stores.extend(stores_of_object(value))
     copies: dict[int, tuple[Tensor, int, Tensor]] = {}
     if copy:
         with torch.no_grad():
             for store in stores:
                 for _, value in store.entries():
-                    for leaf in tree_flatten(value)[0] if isinstance(value, tuple) else (value,):
+                    for leaf in _leaves(value):
                         if _is_state(leaf) and id(leaf) not in copies:
                             copies[id(leaf)] = (leaf, _version(leaf), leaf.detach().clone())
     return StateSnapshot(tuple(stores), tuple(copies.values()))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """What an entry of a store holds: itself, or where it is a tuple, the leaves of that."""
+    return tree_leaves(value) if isinstance(value, tuple) else (value,)
 
 
 def _is_state(value: Any) -> bool:

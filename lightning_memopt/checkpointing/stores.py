@@ -25,8 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-# Attributes every nn.Module has: structure, hooks and flags, not memory.
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_forward_hooks_always_called"}
+# Attributes every nn.Module has or may have: structure, hooks, flags and code, not memory.
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_forward_hooks_always_called", "forward"}
 REGION_ATTRIBUTE = "_memopt_region"
 _NOT_MEMORY = _MODULE_INTERNALS | {REGION_ATTRIBUTE}
 
@@ -144,12 +144,16 @@ class Store:
             place.write(self.owner, contents)
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Keys and values that are looked at one by one."""
-        contents = self.contents
-        if type(contents) is dict:
-            # NumPy's generators give their state as a dict, too.
-            return () if len(contents) > _LARGE_CONTAINER or "bit_generator" in contents else contents.items()
-        return enumerate(contents) if type(contents) is list and len(contents) <= _LARGE_CONTAINER else ()
+        """Keys and values at the time of noting that are looked at one by one."""
+        return entries(self.contents)
+
+
+def entries(contents: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of what a place holds that are looked at one by one."""
+    if type(contents) is dict:
+        # NumPy's generators give their state as a dict, too.
+        return () if len(contents) > _LARGE_CONTAINER or "bit_generator" in contents else contents.items()
+    return enumerate(contents) if type(contents) is list and len(contents) <= _LARGE_CONTAINER else ()
 
 
 _PARAMETERS = ("parameters",)

@@ -7,9 +7,10 @@ give the curve that ``torch.cuda.memory_allocated`` would draw, and its highest 
 
 Two things the events do not say, and where they are taken from instead:
 
-* Bytes alive at the start. Every tensor that Python knows of is asked for its storage, each storage counted once.
-  Tensors that only an autograd graph from before the start holds are not seen. Finding them, and collecting garbage
-  first, costs CPU time in proportion to all objects of the process; :func:`measuring_repeatedly` pays it once.
+* Bytes alive at the start. Every tensor that Python knows of is asked for its storage, each storage counted once, and
+  DDP for its buckets. Tensors that only an autograd graph from before the start holds are not seen. Finding them, and
+  collecting garbage first, costs CPU time in proportion to all objects of the process; :func:`measuring_repeatedly`
+  pays it once.
 * Blocks from before the start that are freed during the recording (the gradients that ``zero_grad`` drops, the neuron
   state of the step before). The allocator knows no size for them, or a stale one from an earlier profile, so a weak
   reference on each such storage notes its end, with an empty profiler range that puts it in order with the events.
@@ -31,8 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile, record_function
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_memopt.measuring.gradient_buckets import gradient_buckets
 from lightning_memopt.measuring.marks import MARK_RANGE, MemoryMark
 
 __all__ = ["AllocationRecorder", "AllocationRecording", "measuring_repeatedly", "storages_alive"]
@@ -40,8 +43,8 @@ __all__ = ["AllocationRecorder", "AllocationRecording", "measuring_repeatedly", 
 _FREED_RANGE = "lightning_memopt::storage_freed::"
 _NOTE_RANGE = "lightning_memopt::note::"
 
-# Tensors from before measuring_repeatedly(), which the garbage collector does not list inside of it.
-_SET_ASIDE: list[weakref.ref[Tensor]] = []
+# What holds tensors from before measuring_repeatedly(), which the garbage collector does not list inside of it.
+_SET_ASIDE: list[weakref.ref[Any]] = []
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,7 @@ def measuring_repeatedly(device: torch.device) -> Iterator[None]:
         yield
         return
     gc.collect()
-    _SET_ASIDE.extend(weakref.ref(tensor) for tensor in tensors_alive())
+    _SET_ASIDE.extend(weakref.ref(holder) for holder in _alive(Tensor, DistributedDataParallel))
     gc.freeze()
     try:
         yield
@@ -261,15 +264,32 @@ def measuring_repeatedly(device: torch.device) -> Iterator[None]:
 
 
 def tensors_alive() -> list[Tensor]:
-    """All tensors that Python knows of, except gradients, which their parameter holds."""
-    kinds = [Tensor]
+    """All tensors that Python knows of, except gradients, which their parameter holds, and the buckets of DDP."""
+    wrappers: list[DistributedDataParallel] = []
+    tensors: list[Tensor] = []
+    for holder in _alive(Tensor, DistributedDataParallel):
+        (tensors if isinstance(holder, Tensor) else wrappers).append(holder)
+    return tensors + gradient_buckets(wrappers)
+
+
+def wrappers_alive() -> list[DistributedDataParallel]:
+    """All models that DDP wraps; without a process group there are none, and nothing is looked for."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    return _alive(DistributedDataParallel)
+
+
+def _alive(*classes: type) -> list[Any]:
+    """All objects of these classes and of those derived from them."""
+    kinds = [*classes]
     for kind in kinds:  # grows while it is walked
         kinds.extend(type.__subclasses__(kind))
     # By the identity of type(): there may be millions of objects, and isinstance() is slow, and makes proxies build
     # what they stand for; hash() of a type may be overridden by its metaclass.
     known = {id(kind) for kind in kinds}
     found = [candidate for candidate in gc.get_objects() if id(type(candidate)) in known]
-    found.extend(tensor for reference in _SET_ASIDE if (tensor := reference()) is not None)
+    set_aside = (holder for reference in _SET_ASIDE if (holder := reference()) is not None)
+    found.extend(holder for holder in set_aside if id(type(holder)) in known)
     return found
 
 

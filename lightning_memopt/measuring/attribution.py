@@ -5,7 +5,7 @@ Who holds the bytes of a step
 Every storage alive during a step gets one consumer, and an activation the module whose forward made autograd save it.
 
 * Parameters, buffers, optimizer state and gradients are looked up in the objects that own them, before the step, at
-  each phase's end and around each optimizer step.
+  each phase's end and around each optimizer step. So are the buckets of DDP, which are communication.
 * An activation is what autograd saves (``saved_tensors_hooks``), and whatever else was made in the forward pass and is
   still alive when the backward pass begins: packed copies, logits, the loss. The same holds for what a checkpointed
   region makes again within the backward pass: what outlives the recomputation is an activation of that region.
@@ -25,7 +25,9 @@ an activation to the module that made it, not to the one that saved it, and no a
 
 from __future__ import annotations
 
+import functools
 import gc
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,8 +43,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.measuring.allocation_events import AllocationRecorder, AllocationRecording, own_storages
+from lightning_memopt.measuring.allocation_events import (
+    AllocationRecorder,
+    AllocationRecording,
+    own_storages,
+    wrappers_alive,
+)
 from lightning_memopt.measuring.consumers import MemoryBreakdown, MemoryEstimate, MemoryPhase
+from lightning_memopt.measuring.gradient_buckets import gradient_buckets
 from lightning_memopt.measuring.marks import Marks, MemoryMark
 from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode, sums_in_place
 
@@ -54,6 +62,7 @@ _CONSUMERS = (
     "buffers",
     "optimizer_state",
     "gradients",
+    "communication",
     "inputs",
     "autocast_copies",
     "activations",
@@ -192,14 +201,21 @@ class StepAttribution:
             raise
 
     def stop(self) -> Attribution:
-        """End, and say who held what."""
+        """End, and say who held what; ``RuntimeError`` if something went wrong while the step was watched."""
         trace, recorder = self._trace, self._recorder
         if trace is None:
             raise RuntimeError("this StepAttribution does not run; start() comes before stop()")
-        trace.finish()
-        self._stack.close()
-        recording = None if recorder is None else recorder.stop()
-        self.abandon()
+        try:
+            trace.finish()
+            self._stack.close()
+            recording = None if recorder is None else recorder.stop()
+        finally:
+            self.abandon()
+        if trace.error is not None:
+            raise RuntimeError(
+                "the step was taken as ever, but not watched to its end, because watching it raised "
+                f"{type(trace.error).__name__}: {trace.error}"
+            ) from trace.error
         if recording is None:
             curve = _Curve(trace.at_start, trace.changes, trace.boundaries, tuple(trace.points), tuple(trace.marks))
         else:
@@ -262,10 +278,33 @@ def _paused_in_transforms(hooks: tuple[Any, Any]) -> Iterator[None]:
         functions._saved_tensors_hooks_disable, functions._saved_tensors_hooks_enable = disable, enable
 
 
+def _sparing_the_step(note: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the trace that torch calls within the step: its error must not be one of the step.
+
+    It is kept as the trace's ``error``, and from then on the trace takes no notes.
+    """
+
+    @functools.wraps(note)
+    def spared(trace: _AttributingTrace, *args: Any, **kwargs: Any) -> Any:
+        if trace.error is not None:
+            return None
+        try:
+            return note(trace, *args, **kwargs)
+        except Exception as error:
+            inside = error.__traceback__ and error.__traceback__.tb_next
+            traceback.clear_frames(inside)  # frames hold tensors
+            trace.error = error.with_traceback(inside)
+            return None
+
+    return spared
+
+
 class _AttributingTrace(StorageTrace):
     """Follows storages, and takes note of what each of them is."""
 
     supports_higher_order_operators = True
+    error: Exception | None = None
+    """What went wrong while the step was watched."""
 
     def __init__(
         self,
@@ -287,6 +326,7 @@ class _AttributingTrace(StorageTrace):
         self._model, self._optimizers = model, {id(optimizer): optimizer for optimizer in optimizers}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._parameters = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        self._wrappers = wrappers_alive()
         self._running: list[tuple[int, str]] = []  # the modules whose forward runs, the innermost last
         self._phase = _FORWARD
         self._steps_running = 0
@@ -309,15 +349,18 @@ class _AttributingTrace(StorageTrace):
 
     # What the parts of a step tell
 
+    @_sparing_the_step
     def entering(self, module: nn.Module, _: Any) -> None:
         """The forward of a module begins."""
         self._running.append((id(module), self._paths.get(id(module), self._path())))
 
+    @_sparing_the_step
     def left(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward of a module is over, by an exception too."""
         while self._running and self._running.pop()[0] != id(module):
             pass
 
+    @_sparing_the_step
     def stepping(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer is about to step."""
         self._follow_phase()
@@ -330,6 +373,7 @@ class _AttributingTrace(StorageTrace):
             return (args[0], self._outside_of_the_step(args[1]), *args[2:]), kwargs
         return None
 
+    @_sparing_the_step
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         self._follow_phase()
@@ -338,6 +382,7 @@ class _AttributingTrace(StorageTrace):
         self._steps_running -= 1
         self._follow_phase()
 
+    @_sparing_the_step
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves a tensor."""
         self._see(tensor)
@@ -347,6 +392,7 @@ class _AttributingTrace(StorageTrace):
                 block.holder.take("activations", self._path())
                 self._made.pop(storage._cdata, None)
 
+    @_sparing_the_step
     def finish(self) -> None:
         """The step is over."""
         self._follow_phase()
@@ -370,11 +416,25 @@ class _AttributingTrace(StorageTrace):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = self._note_operands(func, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        self._note_results(func, args, given, out)
+        return out
+
+    @_sparing_the_step
+    def _note_operands(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+        """The operands, where they say something of the results."""
         self._follow_phase()
+        if self._phase != _FORWARD and not self._recomputing and func not in _CASTS:
+            return []
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._phase == _FORWARD:
             self._note_read(given)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return given
+
+    @_sparing_the_step
+    def _note_results(self, func: Any, args: tuple[Any, ...], given: list[Tensor], out: Any) -> None:
+        self._see_results(func, args, out)
         if func in _CASTS and given and isinstance(out, Tensor):
             self._note_cast(given[0], out)
         if self._recomputing and not self._running:
@@ -383,10 +443,10 @@ class _AttributingTrace(StorageTrace):
             self._note_sum(args[0])
         if self._allocator is not None:
             self._ask_allocator()
-        return out
 
     # Phases
 
+    @_sparing_the_step
     def _follow_phase(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._begin_phase(_BACKWARD)
@@ -427,6 +487,7 @@ class _AttributingTrace(StorageTrace):
 
     # Storages
 
+    @_sparing_the_step
     def _change(self, key: int, size: int) -> None:
         block = self._blocks.get(key)
         if block is None:
@@ -476,6 +537,8 @@ class _AttributingTrace(StorageTrace):
         for optimizer in self._optimizers.values():
             self._note_gradients_of(optimizer)
             self._note_state(optimizer)
+        for holder in self._holders(gradient_buckets(self._wrappers)):
+            holder.take("communication")
         for path, tensor in held_tensors(self._model):
             for holder in self._holders(tensor):
                 if not holder.consumer:

@@ -29,7 +29,13 @@ _CUDA_BLOCK = 512
 _WORKSPACE = 0  # a key that no storage has
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 # Frames between an operation and the dispatch mode that sees it.
-_BETWEEN = ("torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+_BETWEEN = (
+    "torch/_ops.py",
+    "torch/_compile.py",
+    "torch/_dynamo/eval_frame.py",
+    "measuring/storage_trace.py",
+    "measuring/attribution.py",
+)
 
 
 def fake_mode() -> Any:
@@ -111,13 +117,16 @@ class StorageTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        self._see_results(func, args, out)
+        return out
+
+    def _see_results(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf, func)
         if self._fake and self._device.type == "cpu" and (size := workspace_bytes(func, args, out)):
             self._change(_WORKSPACE, size)
             self._change(_WORKSPACE, -size)
-        return out
 
     def _see(self, tensor: Tensor, operation: Any = None) -> None:
         if tensor.device.type != self._device.type or self._device.index not in (None, tensor.device.index):
@@ -186,7 +195,7 @@ class StepTrace(StorageTrace):
 def sums_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether autograd, unwatched, would add the second operand into the first once nobody else holds that.
 
-    To be asked by ``__torch_dispatch__`` itself. A view holds the tensor that it was made of, and so has company as
+    To be asked within ``__torch_dispatch__``. A view holds the tensor that it was made of, and so has company as
     long as it lives: the first two gradients of a weight that is used several times are views (of the product's
     result, transposed), and their sum is a new tensor, into which the others are added.
     """
@@ -200,7 +209,7 @@ def _in_engine() -> bool:
     """Whether an operation was called by the backward pass itself, not by Python code in it."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    frame = sys._getframe(3)
+    frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
     ):

@@ -48,7 +48,8 @@ class ChoiceCost:
     extra_flops: int = 0
     """Floating point operations that the choice adds to a step."""
     left_bytes: int = 0
-    """What the choice leaves behind after the region's backward beside ``gradient_bytes``: the graph of a state."""
+    """What the region's backward leaves behind beside gradients: states, what hangs on their graph, the output of the
+    forward that the training loop holds."""
     refused: str = ""
     """Why the choice cannot be taken; empty if it can."""
 
@@ -66,7 +67,7 @@ class RegionCosts:
     in_flight_gradient_bytes: int
     """Gradients alive when its backward starts: of its output, of skip connections."""
     gradient_bytes: int
-    """What its backward leaves behind: gradients of parameters, states and what hangs on their graph."""
+    """Gradients of its parameters."""
     children: tuple[RegionCosts, ...] = ()
     """Smaller regions inside it, in order, of which it may consist; empty if it cannot be opened."""
     glue: Mapping[int, int] | None = None

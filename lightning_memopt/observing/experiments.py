@@ -70,15 +70,16 @@ _PIECE_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Moment:
-    """What a region remembers, and all random number generators, at one time."""
+    """What a region and the objects it is given remember, and all random number generators, at one time."""
 
     snapshot: StateSnapshot
     random: tuple[tuple[str, Callable[[], None]], ...]
 
     @staticmethod
-    def now(module: nn.Module, device: torch.device) -> Moment:
-        """Note everything, values included."""
-        return Moment(take_snapshot(module, copy=True), tuple(random_states([device])))
+    def now(module: nn.Module, arguments: Any, device: torch.device) -> Moment:
+        """Note everything, values included; objects in ``arguments`` may remember something, too."""
+        snapshot = take_snapshot(module, objects=tree_leaves(arguments), copy=True)
+        return Moment(snapshot, tuple(random_states([device])))
 
     def restore(self) -> None:
         """Return to this time."""
@@ -106,6 +107,11 @@ class RegionCall:
     writes_input: bool = False
     """Whether it changes an input in place. Then the values it was given are lost, and only ``keep`` can be tried."""
 
+    @property
+    def given(self) -> list[Any]:
+        """Its arguments, without the containers."""
+        return tree_leaves((self.args, self.kwargs))
+
 
 @dataclass(frozen=True)
 class Result:
@@ -125,6 +131,8 @@ class Result:
     """The same if somebody else keeps that gradient while it runs."""
     left_bytes: int = 0
     """Alive after the backward, without gradients: states, and what hangs on the graph that leads to them."""
+    left_outputs: tuple[bool, ...] = ()
+    """For the storages of its output, whether they are among these."""
     work: Work = field(default_factory=Work)
     """Operations of forward and backward."""
     ms: float = 0.0
@@ -184,6 +192,7 @@ def _result(choice: Choice, run: _Run, name: str, marks: Mapping[tuple[str, str]
         backward_peak_bytes=backward,
         backward_peak_kept_bytes=kept,
         left_bytes=max(end.bytes - start.bytes - run.gradients_left_bytes, 0),
+        left_outputs=run.left_outputs,
         work=run.work,
     )
 
@@ -225,6 +234,9 @@ class _Run:
     """Of the largest gradient that was made up."""
     gradients_left_bytes: int = 0
     """Of all gradients, of inputs and parameters, that the backward left."""
+    outputs: tuple[StorageWeakRef, ...] = ()
+    """The storages of its output."""
+    left_outputs: tuple[bool, ...] = ()
     work: Work = field(default_factory=Work)
     ms: float = 0.0
     watched: list[Any] = field(default_factory=list)
@@ -247,7 +259,7 @@ class _Bench:
 
     def __init__(self, call: RegionCall) -> None:
         self._call = call
-        self._after = Moment.now(call.module, call.device)
+        self._after = Moment.now(call.module, call.given, call.device)
         self._written = [(parameter, parameter.detach().clone()) for parameter in call.written]
         self._treated = region_config(call.module)
         self._reference: _Left | None = None
@@ -329,7 +341,7 @@ class _Bench:
         call, run, clock = self._call, _Run(), _Clock(self._call.device)
         self._put_back_parameters()
         call.before.restore()
-        _cut_off_state(call.module)
+        _cut_off_state(call)
         self._treat(arguments)
         torch.clear_autocast_cache()
         with ExitStack() as stack:
@@ -347,13 +359,14 @@ class _Bench:
                     with clock:
                         root.backward()
                 mark_memory(f"{name}:{_END}")
+                run.left_outputs = tuple(not storage.expired() for storage in run.outputs)
                 if left is not None:
                     left.input_gradients = input_gradients
                     left.gradients = {id(leaf): leaf.grad for leaf in leaves}
                     gradients = storages_of([*input_gradients, *left.gradients.values()]).values()
                     sizes = [tensor.untyped_storage().nbytes() for tensor in gradients]
                     run.gradients_left_bytes = sum(map(call.rounded, sizes))
-                    left.state = _state_of(call.module)
+                    left.state = _state_of(call)
             if counting is not None:
                 run.work = counting.work
         run.ms = clock.ms()
@@ -381,9 +394,9 @@ class _Bench:
                 self._output = _values_of(output)
             run.refused = _differ("output", self._output, tree_leaves(output), tolerance)
         root = _root(name, run, output)
-        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in storages_of(output).values()]
+        run.outputs = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in storages_of(output).values())
         del output
-        run.holds_outputs = tuple(not storage.expired() for storage in storages)
+        run.holds_outputs = tuple(not storage.expired() for storage in run.outputs)
         run.holds_neighbours = tuple(
             _users(tensor) > before for tensor, before in zip(call.neighbours, users, strict=True)
         )
@@ -557,9 +570,9 @@ def _own(call: RegionCall, tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if call.writes_input else tensor.detach()
 
 
-def _cut_off_state(module: nn.Module) -> None:
+def _cut_off_state(call: RegionCall) -> None:
     """State that an earlier call left with a graph gets leaves in its place: that graph is not ours to run."""
-    for store in take_snapshot(module, copy=False)._stores:
+    for store in take_snapshot(call.module, objects=call.given, copy=False)._stores:
         changed = {
             key: value.detach().requires_grad_()
             for key, value in store.entries()
@@ -581,10 +594,10 @@ def _users(tensor: Tensor) -> int:
 # Comparing
 
 
-def _state_of(module: nn.Module) -> list[Any]:
+def _state_of(call: RegionCall) -> list[Any]:
     leaves = [
         leaf
-        for store in take_snapshot(module, copy=False)._stores
+        for store in take_snapshot(call.module, objects=call.given, copy=False)._stores
         for _, value in store.entries()
         for leaf in tree_leaves(value)
         if isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter)

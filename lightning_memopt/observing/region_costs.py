@@ -514,7 +514,7 @@ class _CostWatch(Watch):
         call = _Call(sequence_number(), self._next, dict(self._alive), index=index, region=self._all[index])
         if torch.is_grad_enabled() and all(outer.opens for outer in self._calls):
             with without_modes():
-                call.before = Moment.now(self._all[index].module, self._device)
+                call.before = Moment.now(self._all[index].module, (args, kwargs), self._device)
             call.args, call.kwargs = args, kwargs
         around.body.append(call)
         self._calls.append(call)
@@ -823,21 +823,26 @@ class _Accounts:
             choices=self._choices(call),
             in_flight=call.in_flight,
             in_flight_gradient_bytes=self._flow.in_flight(call.last_sequence),
-            gradient_bytes=self._flow.parameters(call.first_sequence, call.last_sequence) + self._left(call),
+            gradient_bytes=self._flow.parameters(call.first_sequence, call.last_sequence),
             children=children,
             glue={} if children else None,
         )
 
-    def _left(self, call: _Call) -> int:
-        """Bytes that stay after its backward beside gradients: states.
+    def _left(self, span: _Span) -> int:
+        """Bytes that stay after the backward of what was not run alone, beside gradients."""
+        return self._bytes(storage for storage in self._standing if span.created(storage))
 
-        What is not recomputed also leaves what hangs on their graph. This is the least of all treatments; what another
-        one leaves beyond that is part of its own costs.
+    def _left_under(self, call: _Call, result: Result) -> int:
+        """The same under a treatment: what is not recomputed also leaves what hangs on the graph of a state.
+
+        An output that the training loop holds was dropped where the region ran alone.
         """
-        left = [result.left_bytes for result in call.results if not result.refused]
-        if left:
-            return min(left)
-        return self._bytes(storage for storage in self._standing if call.created(storage))
+        dropped = (
+            storage
+            for storage, left in zip(call.outputs, result.left_outputs, strict=True)
+            if not left and storage in self._standing and call.created(storage)
+        )
+        return result.left_bytes + self._bytes(dropped)
 
     def _stretch(self, spans: list[_Span], name: str) -> RegionCosts | None:
         if not spans:
@@ -853,7 +858,8 @@ class _Accounts:
         gradients = self._flow.parameters(*nodes)
         if not (holds or forward or backward or gradients):
             return None
-        keep = ChoiceCost(Choice(), holds, forward, backward, extra=0.0)
+        left = sum(map(self._left, spans))
+        keep = ChoiceCost(Choice(), holds, forward, backward, extra=0.0, left_bytes=left)
         return RegionCosts(name, (keep,), first.in_flight, self._flow.in_flight(nodes[1]), gradients)
 
     def _kept(self, span: _Span) -> dict[int, int]:
@@ -889,7 +895,7 @@ class _Accounts:
             left = {storage for storage in (*holds, *call.outputs) if storage is not None}
             inside = self._bytes(storage for storage in left if call.created(storage))
             backward = self._flow.peak(call.first_sequence, call.last_sequence)
-            return ChoiceCost(KEEP, holds, max(peak, inside), backward, extra=0.0)
+            return ChoiceCost(KEEP, holds, max(peak, inside), backward, extra=0.0, left_bytes=self._left(call))
         # Where it changes an input in place, it was run on copies of its inputs.
         copied = call.neighbours if self._seen[call.path].writes_input else ()
         known = sum(
@@ -908,7 +914,7 @@ class _Accounts:
             forward_peak_bytes=result.forward_peak_bytes,
             backward_peak_bytes=self._backward_peak(call, result),
             extra=0.0,
-            left_bytes=result.left_bytes - self._left(call),
+            left_bytes=self._left_under(call, result),
         )
 
     def _treated(self, call: _Call, result: Result, plain: Result) -> ChoiceCost:
@@ -943,7 +949,7 @@ class _Accounts:
             backward_peak_bytes=self._backward_peak(call, result),
             extra=max(result.ms - plain.ms if watch.unit == "ms" else more_time, 0.0),
             extra_flops=max(result.work.flops - plain.work.flops, 0),
-            left_bytes=result.left_bytes - self._left(call),
+            left_bytes=self._left_under(call, result),
         )
 
     def _is_packed(self, call: _Call, choice: Choice, storage: int, *, held_plain: bool) -> bool:

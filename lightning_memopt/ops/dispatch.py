@@ -19,13 +19,19 @@ class Thresholds:
 
     The figures in the comments are for an H200: 790 TFLOP/s in cuBLAS bfloat16 products, 4.1 TB/s from memory. The
     kernels of ``packed_linear.cuh`` use ``mma.sync``, which reaches about 62 % of the tensor cores' peak there; they
-    are counted with 450 TFLOP/s.
+    are counted with 450 TFLOP/s. Those of ``packed_linear_wgmma.cuh`` are counted with 650. Neither has been measured
+    yet: thresholds are worked out from these figures.
 
     Attributes:
         tensor_core_capability: the first compute capability that runs the tensor core kernels.
         fused_features: output features up to which a product reads the bits itself.
         fused_products_float32: multiplications (M N K) up to which a float32 product reads the bits itself.
         fused_products_16bit: the same for float16 and bfloat16 weights.
+        wgmma_capability: the major compute capability, the only one, that runs the kernels of warpgroups.
+        wgmma_features: output features above which their tile, 128 wide, is better than a narrower one.
+        wgmma_outputs: number of outputs from which their tiles, 256 x 128, fill the device.
+        wgmma_most_features: output features up to which they are faster than cuBLAS after an unpack ...
+        wgmma_products: ... and multiplications (M N K) up to which they are with more features, too.
         slim_outputs: number of outputs below which one block after another cannot fill the device ...
         slim_inputs: ... unless the number of inputs is at most this.
         chunk_bytes: unpacked spikes of one chunk, where the chunk's product is large enough.
@@ -49,6 +55,15 @@ class Thresholds:
     # One product, one unpack (about 5 us + M K 2 bytes through L2): 2^32 multiplications take 19 us at 450 TFLOP/s,
     # 12 us at 700.
     fused_products_16bit: int = 1 << 32
+    # wgmma is part of 9.0 and of nothing else.
+    wgmma_capability: int = 9
+    wgmma_features: int = 64
+    # 96 tiles: three quarters of 132 multiprocessors.
+    wgmma_outputs: int = 96 * 256 * 128
+    # Unpacking writes 2 M K bytes at about 3.3 TB/s; 2 M N K operations take longer at 650 than at 790 TFLOP/s by as
+    # much where N is 1100. Its launches cost 5 us beside, so that with more features the two are even near 2^34.
+    wgmma_most_features: int = 1024
+    wgmma_products: int = 1 << 34
     # A block of 64 x 64 outputs takes about 0.4 us for 128 inputs. Few blocks with a long way to go are slower than
     # cuBLAS, which divides the inputs among blocks.
     slim_outputs: int = 1 << 17
@@ -79,6 +94,7 @@ def choose_packed_linear(
     dtype: torch.dtype,
     capability: tuple[int, int],
     mixed_products: bool,
+    wgmma: bool = True,
     thresholds: Thresholds = THRESHOLDS,
 ) -> str:
     """Choose how to multiply packed spikes ``[M, K]`` with a weight ``[N, K]``.
@@ -90,26 +106,36 @@ def choose_packed_linear(
         dtype: of the weight.
         capability: compute capability of the device.
         mixed_products: whether torch multiplies bfloat16 matrices into a float32 one.
+        wgmma: whether the kernels of warpgroups may be chosen, where the device has them.
         thresholds: the table.
 
     Returns:
-        ``"fused"`` (tensor cores, bits read by the product), ``"unpack"`` (chunks of spikes unpacked for cuBLAS) or
-        ``"simt"`` (CUDA cores).
+        ``"fused"`` (tensor cores, bits read by the product), ``"wgmma"`` (the same by Hopper's own instructions),
+        ``"unpack"`` (chunks of spikes unpacked for cuBLAS) or ``"simt"`` (CUDA cores).
 
     Example:
         >>> choose_packed_linear(65536, 128, 4096, torch.bfloat16, (9, 0), True)
+        'wgmma'
+        >>> choose_packed_linear(65536, 128, 4096, torch.bfloat16, (8, 0), True)
         'fused'
         >>> choose_packed_linear(16384, 4096, 4096, torch.float32, (9, 0), True)
         'unpack'
     """
     if capability < thresholds.tensor_core_capability:
         return "unpack" if dtype == torch.float16 else "simt"  # cuBLAS has float16 tensor core products from 7.0 on
-    if dtype == torch.float32 and not mixed_products:
+    products = rows * features * inputs
+    without_cublas = dtype == torch.float32 and not mixed_products
+    if wgmma and capability[0] == thresholds.wgmma_capability:
+        fills = features > thresholds.wgmma_features and rows * features >= thresholds.wgmma_outputs
+        few = features <= thresholds.wgmma_most_features or products <= thresholds.wgmma_products
+        if fills and (few or without_cublas):
+            return "wgmma"
+    if without_cublas:
         return "fused"
     if rows * features < thresholds.slim_outputs and inputs > thresholds.slim_inputs:
         return "unpack"
     limit = thresholds.fused_products_float32 if dtype == torch.float32 else thresholds.fused_products_16bit
-    few = features <= thresholds.fused_features or rows * features * inputs <= limit
+    few = features <= thresholds.fused_features or products <= limit
     return "fused" if few else "unpack"
 
 

@@ -42,12 +42,15 @@ class Kernel:
         entry: name of the ``extern "C"`` function.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block, in bytes.
+        architecture: what to compile for, such as ``"sm_90a"``, where the source uses instructions that exist on one
+            architecture alone; None: for the device, whatever it is.
     """
 
     source: str
     entry: str
     threads: int
     shared_bytes: int = 0
+    architecture: str | None = None
 
 
 class Backend(Protocol):
@@ -220,7 +223,7 @@ class CupyBackend:
         with self._lock:
             module = self._modules.get((index, kernel.source))
             if module is None:
-                module = self._cupy.RawModule(code=read_source(kernel.source), options=self.OPTIONS)
+                module = self._load(kernel)
                 self._modules[index, kernel.source] = module
             compiled = module.get_function(kernel.entry)
             # One function serves launches with more and with less shared memory: the limit may only rise.
@@ -229,6 +232,28 @@ class CupyBackend:
                 compiled.max_dynamic_shared_size_bytes = kernel.shared_bytes
             self._kernels[index, kernel] = compiled
             return compiled
+
+    def _load(self, kernel: Kernel) -> Any:
+        code = read_source(kernel.source)
+        if kernel.architecture is None:
+            return self._cupy.RawModule(code=code, options=self.OPTIONS)
+        # CuPy names the device's architecture to the compiler itself, without the letter that such instructions need.
+        nvrtc = self._cupy.cuda.nvrtc
+        program = nvrtc.createProgram(code, kernel.source, (), ())
+        try:
+            try:
+                nvrtc.compileProgram(program, (*self.OPTIONS, "-ftz=true", f"-arch={kernel.architecture}"))
+            except Exception as error:
+                raise RuntimeError(f"{kernel.source}: {error}: {nvrtc.getProgramLog(program)}") from error
+            binary = nvrtc.getCUBIN(program)
+        finally:
+            nvrtc.destroyProgram(program)
+        with tempfile.TemporaryDirectory(prefix="lightning-memopt-") as folder:
+            path = Path(folder) / "kernel.cubin"
+            path.write_bytes(binary)
+            module = self._cupy.RawModule(path=str(path))
+            module.compile()  # reads the file
+        return module
 
 
 class _Stream:

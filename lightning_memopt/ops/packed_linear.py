@@ -10,9 +10,11 @@ A float32 weight is the exact sum of three bfloat16 matrices ("planes"), and a s
 of planes on the tensor cores are exact but for the float32 additions. The planes are added the smallest first: numbers
 of one plane are 8 bits long and of similar size, so that most additions within it are exact, and the rounding of a
 small plane's sum is small. The other order would round the large sum again at every addition of a small number: tensor
-cores truncate, and the error would be a hundred times larger. Three ways lead to the same sums, in different orders:
+cores truncate, and the error would be a hundred times larger. Four ways lead to the same sums, in different orders:
 
 * ``fused``: one kernel reads the bits and expands them in registers;
+* ``wgmma``: another does so by Hopper's own tensor core instructions. It was built without such a GPU at hand and has
+  to prove itself on each (see ``_wgmma_is_right``), or else the choice is made among the others;
 * ``unpack``: chunks of rows are unpacked into a workspace of bounded size and multiplied by cuBLAS;
 * ``simt``: float32 arithmetic on the CUDA cores, for GPUs without these tensor core instructions.
 
@@ -25,6 +27,7 @@ below it. Infinite and NaN weights act as in a dense product: 0 times either is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -58,17 +61,25 @@ _LIBRARY.define(
 
 @dataclass(frozen=True)
 class _Tile:
-    """A block of the fused product, as ``packed_linear.cuh`` declares it: outputs, threads, buffers in the ring."""
+    """A block of the fused product, as its source declares it.
+
+    Attributes:
+        rows, columns: of outputs.
+        threads: of the block.
+        stages: buffers in the ring, each of one step.
+        spare_bytes: of shared memory, to begin the ring at the alignment it needs.
+    """
 
     rows: int
     columns: int
     threads: int
     stages: int
+    spare_bytes: int = 0
 
     @property
     def shared_bytes(self) -> int:
         weight_bytes, packed_bytes = _STEP_BYTES
-        return self.stages * (self.columns * weight_bytes + self.rows * packed_bytes)
+        return self.stages * (self.columns * weight_bytes + self.rows * packed_bytes) + self.spare_bytes
 
 
 _TILES = {
@@ -78,6 +89,11 @@ _TILES = {
     "256x16": _Tile(256, 16, 256, 3),
     "64x64": _Tile(64, 64, 128, 2),
 }
+_WGMMA_TILE = _Tile(256, 128, 256, 4, spare_bytes=1024 - 16)
+_WGMMA_ARCHITECTURE = "sm_90a"
+
+# Whether the kernels of warpgroups gave the right products on a device, for weights of a dtype.
+_WGMMA_RIGHT: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,8 +152,13 @@ def _packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None = None) -
         _reference(packed, weight, bias, out)
         return out
     capability = backend.capability(weight.device)
-    path = dispatch.choose_packed_linear(rows, features, inputs, weight.dtype, capability, _mixed_add(weight.device))
-    if path == "fused":
+    shape_and_device = rows, features, inputs, weight.dtype, capability, _mixed_add(weight.device)
+    path = dispatch.choose_packed_linear(*shape_and_device)
+    if path == "wgmma" and not _wgmma_is_right(weight.device, weight.dtype, backend):
+        path = dispatch.choose_packed_linear(*shape_and_device, wgmma=False)
+    if path == "wgmma":
+        _wgmma(packed, weight, bias, out, backend)
+    elif path == "fused":
         _fused(packed, weight, bias, out, backend)
     elif path == "unpack":
         _unpack(packed, weight, bias, out, backend)
@@ -154,14 +175,31 @@ def _packed_linear_fake(packed: Tensor, weight: Tensor, bias: Tensor | None = No
 def _fused(
     packed: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, backend: Backend, tile_name: str | None = None
 ) -> None:
-    rows, (features, inputs) = packed.shape[0], weight.shape
     if tile_name is None:
-        multiprocessors = backend.multiprocessors(weight.device)
-        tile_name = dispatch.choose_packed_tile(rows, features, multiprocessors)
-    tile = _TILES[tile_name]
+        rows, features = out.shape
+        tile_name = dispatch.choose_packed_tile(rows, features, backend.multiprocessors(weight.device))
+    _launch_tiles(_fused_kernel(weight.dtype, tile_name), _TILES[tile_name], packed, weight, bias, out, backend)
+
+
+def _fused_kernel(dtype: torch.dtype, tile_name: str) -> Kernel:
+    source, tile = f"packed_linear_{_NAMES[dtype]}", _TILES[tile_name]
+    return Kernel(f"{source}.cu", f"{source}_{tile_name}", tile.threads, tile.shared_bytes)
+
+
+def _wgmma(packed: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, backend: Backend) -> None:
+    _launch_tiles(_wgmma_kernel(weight.dtype), _WGMMA_TILE, packed, weight, bias, out, backend)
+
+
+def _wgmma_kernel(dtype: torch.dtype) -> Kernel:
+    source, tile = f"packed_linear_wgmma_{_NAMES[dtype]}", _WGMMA_TILE
+    return Kernel(f"{source}.cu", source, tile.threads, tile.shared_bytes, _WGMMA_ARCHITECTURE)
+
+
+def _launch_tiles(
+    kernel: Kernel, tile: _Tile, packed: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, backend: Backend
+) -> None:
+    rows, (features, inputs) = packed.shape[0], weight.shape
     planes = _planes(weight, backend) if weight.dtype == torch.float32 else _aligned_rows(weight).unsqueeze(1)
-    source = f"packed_linear_{_NAMES[weight.dtype]}"
-    kernel = Kernel(f"{source}.cu", f"{source}_{tile_name}", tile.threads, tile.shared_bytes)
     launch(
         kernel,
         -(-rows // tile.rows) * -(-features // tile.columns),
@@ -178,6 +216,46 @@ def _fused(
         np.int32(planes.shape[1]),
         device=weight.device,
     )
+
+
+def _wgmma_is_right(device: torch.device, dtype: torch.dtype, backend: Backend) -> bool:
+    """Whether the kernel of warpgroups gives the products that the other kernel gives, bit for bit.
+
+    The first call for a device and dtype compares them and waits for the device once; a kernel that does not compile,
+    load, start or agree is not used, which one warning says. While a CUDA graph is captured nothing can be compared:
+    the answer is no, and is not kept.
+    """
+    known = _WGMMA_RIGHT.get((device, dtype))
+    if known is not None:
+        return known
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    problem = None
+    try:
+        # Four tiles, two of them with a rest of rows or columns; eight steps, the last a part; integers whose sums are
+        # exact in every order.
+        rows, features, inputs = 300, 200, 1000
+        generator = torch.Generator().manual_seed(rows)
+        largest = 2**13 if dtype == torch.float32 else 2**7
+        packed = torch.randint(0, 256, (rows, inputs // 8), generator=generator, dtype=torch.uint8).to(device)
+        weight = torch.randint(-largest, largest + 1, (features, inputs), generator=generator).to(device, dtype)
+        bias = torch.randint(-largest, largest + 1, (features,), generator=generator).to(device, dtype)
+        expected, got = (torch.full((rows, features), torch.nan, dtype=dtype, device=device) for _ in range(2))
+        _fused(packed, weight, bias, expected, backend)
+        _wgmma(packed, weight, bias, got, backend)
+        different = int((expected != got).sum())
+        if different:
+            problem = f"{different} of {got.numel()} results are wrong"
+    except Exception as error:  # whatever the compiler, the driver or the device says
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        warnings.warn(
+            f"The Hopper kernel for products of packed spikes with {_NAMES[dtype]} weights failed its test on {device} "
+            f"and is not used; other kernels take its place, with the same results. Please report this: {problem}",
+            stacklevel=2,
+        )
+    _WGMMA_RIGHT[device, dtype] = problem is None
+    return problem is None
 
 
 def _unpack(packed: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, backend: Backend) -> None:

@@ -28,12 +28,14 @@ from lightning_memopt.measuring import measuring_repeatedly
 from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.observing.costs import ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.no_memory import computing_nothing
 from lightning_memopt.observing.regions import TargetClasses
 from lightning_memopt.observing.trial import Profile, largest_peak
 from lightning_memopt.planning.agree import Ranks
 from lightning_memopt.planning.apply import all_or_nothing, remove_plan
 from lightning_memopt.planning.by_budget import ModelSteps, Seen
 from lightning_memopt.planning.optimize import apply_on_all
+from lightning_memopt.planning.plan import left_to_check
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
 from lightning_memopt.planning.simulate import Correction
 from lightning_memopt.planning.solve import Solution, solve
@@ -60,6 +62,7 @@ def find_batch_size(
     progress: Progress | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     reserved_bytes: int = 0,
+    gradients_in_forward: bool = False,
     start: int = START,
     largest: int = LARGEST,
 ) -> int:
@@ -70,7 +73,8 @@ def find_batch_size(
     ``batch_size`` is what is returned.
 
     Args:
-        model: the model to train; not yet wrapped by DDP or FSDP.
+        model: the model to train; not yet wrapped by DDP or FSDP. If its parameters are on the meta device, or fake
+            tensors, nothing is computed or allocated, and the batch size follows from shapes.
         example_forward: called as ``example_forward(model, batch_size)``. Runs one training forward on a batch of that
             many samples, like the real ones in shape, dtype and device, and returns a loss or an output. The batch may
             have its samples along any dimension. It should make its batch in the call: one that is kept counts as
@@ -85,6 +89,8 @@ def find_batch_size(
         progress: called as ``progress(phase, done, total)``.
         optimizer: the optimizers of the training. Their state counts, and so does what their step takes.
         reserved_bytes: bytes of ``memory_budget`` to leave free for what a step of the model does not show.
+        gradients_in_forward: whether the gradients of the step before are still there in the forward pass, as in a
+            loop that clears them between forward and backward. Then they count there.
         start: size of the first batch that is observed; the second one has twice as many samples. Smaller ones are
             taken where these do not fit into memory.
         largest: no batch larger than this is looked for.
@@ -128,6 +134,7 @@ def find_batch_size(
         memory_budget=memory_budget,
         optimizer=optimizer,
         reserved_bytes=reserved_bytes,
+        gradients_in_forward=gradients_in_forward,
     )
     return treat_for_largest_batch(model, request, forward_of, process_group, start=start, largest=largest)
 
@@ -169,10 +176,10 @@ def treat_for_largest_batch(
     started = time.perf_counter()
     with all_or_nothing(model), ranks.telling():
         remove_plan(model)
-        with measuring_repeatedly(device_of(model)), unchanged(model) as state:
+        with computing_nothing(model), measuring_repeatedly(device_of(model)), unchanged(model) as state:
             steps = ModelSteps(model, request, state, ranks)
             found = _Search(steps, forward_of, ranks, largest).run(min(start, largest))
-            plan = steps.plan(found.seen, found.best, found.profiles, started, batch_size=found.size)
+            plan = left_to_check(steps.plan(found.seen, found.best, found.profiles, started, batch_size=found.size))
         apply_on_all(model, plan, request, ranks)
     return found.size
 
@@ -442,4 +449,5 @@ class _Lines:
             backward_peak_bytes=self.bytes(
                 None if small is None else small.backward_peak_bytes, large.backward_peak_bytes
             ),
+            left_bytes=self.bytes(None if small is None else small.left_bytes, large.left_bytes),
         )

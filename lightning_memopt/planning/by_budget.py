@@ -23,13 +23,13 @@ from lightning_memopt.observing.model_state import ModelState, unchanged
 from lightning_memopt.observing.observe import tensors_in
 from lightning_memopt.observing.region_costs import CHOICES, ObservedStep, observe_step
 from lightning_memopt.observing.regions import FoundRegions, find_targets, is_multistep_neuron, with_surroundings
-from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak, run_step
+from lightning_memopt.observing.trial import Profile, is_out_of_memory, largest_peak
 from lightning_memopt.planning.agree import Ranks
-from lightning_memopt.planning.apply import treated_as
 from lightning_memopt.planning.common_costs import step_of_all
 from lightning_memopt.planning.explain import config_of_choice, explained, planned_regions
 from lightning_memopt.planning.plan import Plan, versions
 from lightning_memopt.planning.request import ExampleForward, Request, budget_of, device_of, may_chunk
+from lightning_memopt.planning.try_layout import try_layout
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, plan_within
 
 _Report = tuple[int, OptimizerBytes, ObservedStep]
@@ -169,17 +169,20 @@ class ModelSteps:
         """Run one real step with regions treated as given; what it showed on each rank."""
         layout = {path: config_of_choice(path, choice, step) for path, choice in chosen.items()}
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        regions = {path: modules[path] for path in _watched(step.costs.regions, chosen) if path in modules}
-
-        def run() -> Profile:
-            old = self._request.gradients_in_forward
-            return run_step(self._model, regions, example_forward, self._state, self._device, gradients_in_forward=old)
-
-        self._request.report("measuring", self._measured, MOST_STEPS)
-        with treated_as(self._model, layout):
-            profiles = self._ranks.together("measuring a plan", run)
+        watched = {path: modules[path] for path in _watched(step.costs.regions, chosen) if path in modules}
+        profiles = try_layout(
+            self._model,
+            layout,
+            watched,
+            example_forward,
+            self._request,
+            self._state,
+            self._ranks,
+            what="measuring a plan",
+            done=self._measured,
+            most=MOST_STEPS,
+        )
         self._measured += 1
-        self._request.report("measuring", self._measured, MOST_STEPS)
         return profiles
 
     def plan(

@@ -32,9 +32,9 @@ from lightning_memopt.observing.regions import (
     find_targets,
     names_of_modules,
 )
-from lightning_memopt.observing.trial import Profile, largest_peak, run_step
+from lightning_memopt.observing.trial import Profile, largest_peak
 from lightning_memopt.planning.agree import Ranks
-from lightning_memopt.planning.apply import entries_of, treated_as
+from lightning_memopt.planning.apply import entries_of
 from lightning_memopt.planning.candidates import (
     Candidate,
     choose_largest_inputs,
@@ -47,6 +47,7 @@ from lightning_memopt.planning.least_peak import TriedPlan, least_peak
 from lightning_memopt.planning.plan import Outcome, Plan, RegionPlan, Trial, versions
 from lightning_memopt.planning.request import Request, SplitFn, device_of, may_chunk
 from lightning_memopt.planning.simulate import Assignment, added_time, simulate, visits
+from lightning_memopt.planning.try_layout import try_layout
 from lightning_memopt.planning.within_budget import MOST_STEPS, choices_of
 
 # Pieces along time that are tried: more would lower the peak by less than the recomputed region's 64th.
@@ -377,16 +378,12 @@ def _search(
         stays = {path: before[path] for path in untried if seen.inside(path).isdisjoint(chosen)}
         return {**layout, **stays}
 
-    def step_with(watched: Mapping[str, nn.Module]) -> Profile:
-        old = request.gradients_in_forward
-        return run_step(model, watched, example_forward, state, device_of(model), gradients_in_forward=old)
-
     def run(what: str, layout: Mapping[str, RegionConfig], watched: Mapping[str, nn.Module]) -> int | None:
-        request.report("measuring", len(measured), most)
-        with treated_as(model, layout):
-            profiles = ranks.together(what, lambda: step_with(watched))
+        done = len(measured)
+        profiles = try_layout(
+            model, layout, watched, example_forward, request, state, ranks, what=what, done=done, most=most
+        )
         measured.append(profiles)
-        request.report("measuring", len(measured), most)
         return largest_peak(profiles)
 
     def measure(chosen: Mapping[str, Choice]) -> int | None:

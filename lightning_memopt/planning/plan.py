@@ -26,10 +26,10 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memopt import __version__
 from lightning_memopt.measuring.amounts import in_mib
 from lightning_memopt.measuring.storage_trace import fake_mode
 from lightning_memopt.observing.costs import Choice, Treatment
+from lightning_memopt.version import __version__
 
 FORMAT = 1
 """Version of the JSON layout. A reader refuses a layout it does not know."""

@@ -144,8 +144,9 @@ def _check_search(model: nn.Module, request: Request) -> None:
         options = ", ".join(map(repr, BUDGET_SHARES))
         raise ValueError(f"checkpoint_budget must be one of {options}, found {request.checkpoint_budget!r}.")
     _check_budget(model, request)
-    if not isinstance(request.compress, bool):
-        raise TypeError(f"compress must be True or False, found {request.compress!r}.")
+    for name in ("compress", "gradients_in_forward"):
+        if not isinstance(getattr(request, name), bool):
+            raise TypeError(f"{name} must be True or False, found {getattr(request, name)!r}.")
     if request.targets is not None:
         target_classes(request.targets)
     for name in ("example_forward", "split_fn", "can_chunk", "progress"):
@@ -170,10 +171,18 @@ def _check_budget(model: nn.Module, request: Request) -> None:
     wrong = [other for other in request.optimizers if not isinstance(other, Optimizer)]
     if wrong:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, found {wrong[0]!r}.")
+    own = set(map(id, model.parameters()))
+    for optimizer in request.optimizers:
+        steps = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if own.isdisjoint(map(id, steps)):
+            raise ValueError(
+                f"optimizer holds {len(steps)} parameters in {type(optimizer).__name__}, none of them of the model. "
+                "Give the optimizers that step this model: their state counts against memory_budget."
+            )
     if isinstance(request.reserved_bytes, bool) or not isinstance(request.reserved_bytes, int):
-        raise TypeError(f"reserved_bytes must be an int, found {request.reserved_bytes!r}.")
+        raise TypeError(f"reserved_bytes must be an int, a number of bytes; found {request.reserved_bytes!r}.")
     if request.reserved_bytes < 0:
-        raise ValueError(f"reserved_bytes must be 0 or more, found {request.reserved_bytes}.")
+        raise ValueError(f"reserved_bytes must be 0 or more bytes, found {request.reserved_bytes}.")
     if request.memory_budget is None:
         for name in ("optimizer", "reserved_bytes"):
             if getattr(request, name):

@@ -8,8 +8,9 @@ A training step passes these positions, and at each of them the bytes alive are 
   while it runs;
 * **end**, between the last forward and the first backward: all that is held, the logits and the loss;
 * **backward** of a region, last region first: what all up to and including it hold, the gradients of the parameters
-  behind it, the gradients in flight, and what it needs while it runs;
-* **optimizer**: all gradients, and what the optimizer needs on top.
+  behind it, what the regions behind it left (states and their graphs), the gradients in flight, and what it needs while
+  it runs;
+* **optimizer**: all gradients, all that was left, and what the optimizer needs on top.
 
 Everywhere the bytes that live throughout are added. A storage counts once, however many regions hold it. The peak is
 the largest of these sums.
@@ -31,6 +32,7 @@ Kind = Literal["forward", "end", "backward", "optimizer"]
 
 OUTSIDE = "outside the regions"
 _END_WORDS = "the end of the forward pass"
+_LEFT = "states and outputs that outlive the backward"
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def storage_bytes(costs: StepCosts) -> dict[int, int]:
 
 
 def optimizer_bytes(costs: StepCosts) -> int:
-    """Bytes alive in the optimizer step: the same under every plan."""
+    """Bytes alive in the optimizer step, without what the choices of a plan leave behind."""
     gradients = costs.outside_gradient_bytes + sum(region.gradient_bytes for region in costs.regions)
     return costs.base_bytes + gradients + costs.optimizer_peak_bytes
 
@@ -274,17 +276,19 @@ def alive_bytes(
     forward, backward = [], []
     held: set[int] = set()
     alive = costs.base_bytes
+    left = all_left = sum(visit.choice.left_bytes for visit in visited)
     for visit in visited:
+        left -= visit.choice.left_bytes
         for _, entered in visit.entered:
             alive += _add(held, entered, sizes)
         flying = sum(sizes[storage] for storage in visit.region.in_flight if storage not in held)
         forward.append(alive + flying + visit.choice.forward_peak_bytes + offsets.forward)
         alive += _add(held, visit.choice.holds, sizes)
         gradients = visit.gradients_after + visit.region.in_flight_gradient_bytes
-        backward.append(alive + gradients + visit.choice.backward_peak_bytes + offsets.backward)
+        backward.append(alive + gradients + left + visit.choice.backward_peak_bytes + offsets.backward)
     alive += _add(held, costs.outside[-1], sizes)
     end = alive + costs.end_peak_bytes + offsets.end
-    return [*forward, end, *reversed(backward), optimizer_bytes(costs) + offsets.optimizer]
+    return [*forward, end, *reversed(backward), optimizer_bytes(costs) + all_left + offsets.optimizer]
 
 
 _Entered = tuple[tuple[str, Mapping[int, int]], ...]
@@ -375,12 +379,15 @@ def _holders(
     by_name["what earlier steps took beyond the prediction"] += offsets.at(peak.kind)
     if peak.kind in ("forward", "end"):
         by_name["gradients of the step before"] += costs.old_gradient_bytes
+    left = sum(visit.choice.left_bytes for visit in visited)
     if peak.kind == "optimizer":
+        by_name[_LEFT] += left
         by_name["gradients of parameters"] += optimizer_bytes(costs) - costs.base_bytes - costs.optimizer_peak_bytes
         by_name["the optimizer while it runs"] += costs.optimizer_peak_bytes
         return _largest_first(by_name)
     held: set[int] = set()
     for visit in visited:
+        left -= visit.choice.left_bytes
         for owner, entered in visit.entered:
             by_name[owner] += _add(held, entered, sizes)
         region, choice = visit.region, visit.choice
@@ -392,6 +399,7 @@ def _holders(
             return _largest_first(by_name)
         by_name[region.path] += _add(held, choice.holds, sizes)
         if here:
+            by_name[_LEFT] += left
             by_name["gradients of parameters"] += visit.gradients_after
             by_name["gradients in flight"] += region.in_flight_gradient_bytes
             by_name[f"{region.path} while its backward runs"] += choice.backward_peak_bytes

@@ -13,6 +13,9 @@ and of all treatments of the rest only those matter to which no other is better 
 region to the first gives the whole frontier of peak and time, for all budgets at once, without looking at any budget:
 a larger budget picks a later point of the same frontier and cannot get a slower plan.
 
+* **What is left behind** a backward (states, their graphs) is alive in every backward that follows, those of the
+  regions before it. Where choices differ in it, the bytes that the rest leaves are a third number in which a treatment
+  may be better, and add to the part of ``own`` that belongs to the backward position.
 * **Shared storages** count once. The treatments of the rest are kept apart by which of the storages that it may hold
   too are held before the boundary: along a chain that is the boundary tensor.
 * **Opened regions** are another path from the boundary before a region to the one after it, through its children.
@@ -23,7 +26,9 @@ Where it is not exact
 ---------------------
 A frontier longer than a fixed number of points is thinned to that number: both ends stay, corners of its convex hull,
 and the best points in between. So peaks are never understated, the least peak is the true one, and time is lost only
-between neighbouring points. :attr:`Solution.lower_bound` says how much at most: no plan within the budget adds less
+between neighbouring points. (Where choices leave different bytes, many regions may have more pairs of least peak and
+bytes left than can be kept; then the least peak is that of the pairs that are.)
+:attr:`Solution.lower_bound` says how much at most: no plan within the budget adds less
 time. It comes from prices: let a byte of the peak cost ``p``; as max(a, b) is at least any mean of both, the cheapest
 ``extra + p * peak`` of a region and the rest is at least
 
@@ -37,6 +42,7 @@ choice). :attr:`Solution.simplified` says so.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -79,6 +85,9 @@ _PRICES = 128
 # Points of a frontier are told apart more finely where they add little time, down to this fraction of the most.
 _SMALL_TIMES = 64
 _HULL_ROUNDS = 5
+# Points times different numbers of bytes left that are compared exactly in a frontier: at most so many, 64 MiB, and by
+# the square of the number of frontiers less, so that it is done in steps of few regions.
+_MOST_COMPARED, _LEFT_WORK = 2**23, 2**33
 
 # Sums of times in another order may differ by this fraction.
 _ROUNDING = 1e-12
@@ -144,15 +153,15 @@ class TradeOff:
     states: int
     largest_frontier: int
     _graph: _Graph = field(repr=False)
-    _first: int = field(repr=False)
-    """Points of the first boundary left out at the start: the optimizer step needs more than their peak."""
+    _points: NDArray[np.intp] = field(repr=False)
+    """Where the points are on the frontier of the first boundary."""
     _prices: Time = field(repr=False)
     _cheapest: Time = field(repr=False)
     """For each price of a byte at least so much is ``extra + price * (peak - base)`` of every plan."""
 
     def assignment(self, point: int) -> Assignment:
         """The plan at a point of the frontier."""
-        return _follow(self._graph, self.costs.regions, self._first + point)
+        return _follow(self._graph, self.costs.regions, int(self._points[point]))
 
     def least_extra(self, budget_bytes: int) -> float:
         """No plan with a peak of ``budget_bytes`` or less adds less time than this; for a budget that can be met."""
@@ -345,6 +354,8 @@ def _with_one_change(before: _AsPlanned, at: int, old: ChoiceCost, new: ChoiceCo
                 end += size
     forward[at] += new.forward_peak_bytes - old.forward_peak_bytes
     backward[at] += new.backward_peak_bytes - old.backward_peak_bytes
+    backward[:at] += new.left_bytes - old.left_bytes
+    alive[-1] += new.left_bytes - old.left_bytes
     return alive
 
 
@@ -384,13 +395,13 @@ def trade_off(costs: StepCosts, correction: Correction | int = 0) -> TradeOff:
     start = graph.frontiers[0][_NOTHING]
     if not len(start.peaks):
         raise ValueError(_dead_end(costs))
-    # The optimizer step needs so much under every plan: of the plans below it, only the fastest is of interest.
-    floor = optimizer_bytes(costs) + offsets.optimizer
-    peaks = np.maximum(start.peaks + costs.base_bytes, floor)
-    first = max(0, _within(peaks, floor))
-    peaks, extras = peaks[first:], start.extras[first:]
+    # Of the plans below what the optimizer step needs under each, only the fastest is of interest.
+    floor = optimizer_bytes(costs) + graph.least_left + offsets.optimizer
+    peaks = np.maximum(start.peaks + costs.base_bytes, floor + start.left)
+    points = _undominated(peaks, start.extras)
+    peaks, extras = peaks[points], start.extras[points]
     prices = _price_range(peaks, extras)
-    sizes = [len(points.peaks) for boundary in graph.frontiers for points in boundary.values()]
+    sizes = [len(kept.peaks) for boundary in graph.frontiers for kept in boundary.values()]
     return TradeOff(
         costs=costs,
         correction=offsets,
@@ -401,7 +412,7 @@ def trade_off(costs: StepCosts, correction: Correction | int = 0) -> TradeOff:
         states=sum(sizes),
         largest_frontier=max(sizes),
         _graph=graph,
-        _first=first,
+        _points=points,
         _prices=prices,
         _cheapest=_at_prices(graph, prices),
     )
@@ -443,7 +454,9 @@ class _Way(NamedTuple):
     forward: int
     """Bytes on top of these at the forward position."""
     backward: int
-    """Bytes on top of what is held at the backward position."""
+    """Bytes on top of what is held at the backward position, and of what the rest of the step leaves."""
+    left: int
+    """Bytes left behind the backward."""
     extra: float
 
 
@@ -483,6 +496,7 @@ def _add_ways(
                 flying=in_flight,
                 forward=choice.forward_peak_bytes + offsets.forward,
                 backward=gradients + choice.backward_peak_bytes + offsets.backward,
+                left=choice.left_bytes,
                 extra=choice.extra,
             )
             for chosen, choice in enumerate(region.choices)
@@ -490,7 +504,15 @@ def _add_ways(
         )
         if region.children:
             glue = entered.union(region.glue or ())
-            here.append(_Way(start + 1, _OPEN, region.path, None, glue, frozenset(), 0, 0, 0.0))
+            here.append(_Way(start + 1, _OPEN, region.path, None, glue, frozenset(), 0, 0, 0, 0.0))
+
+
+def _least_left(ways: list[list[_Way]]) -> list[int]:
+    """By boundary, the fewest bytes that the rest of the step leaves behind."""
+    least = [0] * (len(ways) + 1)
+    for boundary in range(len(ways) - 1, -1, -1):
+        least[boundary] = min((way.left + least[way.stop] for way in ways[boundary]), default=0)
+    return least
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,7 +529,12 @@ class _Move(NamedTuple):
     hold: int
     """Bytes that it adds to those held."""
     own: int
-    """Bytes above those held before, at its own two positions; ``_NO_POSITION`` if opened."""
+    """Bytes above those held before, at its own two positions, if the rest leaves as little as it can behind;
+    ``_NO_POSITION`` if opened."""
+    backward: int
+    """The same at the backward position alone, to which what the rest leaves more is added."""
+    left: int
+    """Bytes left by it and the rest, above the fewest that are possible, if the rest leaves as little as it can."""
     extra: float
     chosen: int
     stop: int
@@ -516,12 +543,14 @@ class _Move(NamedTuple):
 
 
 class _Points(NamedTuple):
-    """Treatments of the rest of the step to which no other is better in both."""
+    """Treatments of the rest of the step to which no other is better in everything."""
 
     peaks: Bytes
     """Ascending: peak of the rest above what is held before it."""
     extras: Time
-    """Descending."""
+    """Descending, where all leave the same behind."""
+    left: Bytes
+    """Left behind, above the fewest bytes that the rest of the step can leave."""
     moves: NDArray[np.int32]
     """The move from this boundary."""
     follow: NDArray[np.int32]
@@ -535,6 +564,8 @@ class _Graph:
     end: dict[_Held, int]
     """Bytes above those held, at the end of the forward pass."""
     simplified: str
+    least_left: int
+    """The fewest bytes that any plan leaves behind."""
     frontiers: list[dict[_Held, _Points]]
 
 
@@ -586,7 +617,7 @@ def _graph(costs: StepCosts, correction: Correction) -> _Graph:
         words.append(f"{len(overstated)} storages ({size}) count as often as they are held")
     if joined:
         words.append(f"{len(joined)} modules that are called several times share their treatment with another")
-    return _Graph(moves, end, "; ".join(words), [])
+    return _Graph(moves, end, "; ".join(words), _least_left(ways)[0], [])
 
 
 def _sharing(ways: list[list[_Way]], after: frozenset[int], sizes: dict[int, int]) -> _Sharing:
@@ -623,6 +654,7 @@ def _expand(ways: list[list[_Way]], sharing: _Sharing, most: int) -> tuple[list[
     """All moves from all that may be held at each boundary, and the first boundary with more than ``most`` of these."""
     bits = _bits(sharing)
     live = _live(sharing, bits, len(ways) + 1)
+    least_left = _least_left(ways)
     treatments: dict[Choice | None, int] = {}
     moves: list[dict[_Held, list[_Move]]] = [{} for _ in range(len(ways) + 1)]
     moves[0][_NOTHING] = []
@@ -634,6 +666,7 @@ def _expand(ways: list[list[_Way]], sharing: _Sharing, most: int) -> tuple[list[
             hold, shared_hold = _apart(way.holds, sharing.sizes, bits, live[boundary])
             flying, shared_flying = _apart(way.flying, sharing.sizes, bits, live[boundary])
             kept = live[way.stop]
+            left = way.left + least_left[way.stop] - least_left[boundary]
             adds = sum(bits.get(storage, 0) for storage in way.holds) & kept
             treatment = treatments.setdefault(way.treatment, len(treatments))
             group = sharing.groups.get(way.path)
@@ -645,14 +678,17 @@ def _expand(ways: list[list[_Way]], sharing: _Sharing, most: int) -> tuple[list[
                     continue
                 held_here = hold + sum(size for bit, size in shared_hold if not storages & bit)
                 flying_here = flying + sum(size for bit, size in shared_flying if not storages & bit)
-                own = _NO_POSITION if way.chosen == _OPEN else max(flying_here + way.forward, held_here + way.backward)
+                own = backward = _NO_POSITION
+                if way.chosen != _OPEN:
+                    backward = held_here + way.backward + least_left[way.stop]
+                    own = max(flying_here + way.forward, backward)
                 alike = treated_alike
                 if group is not None:
                     alike = tuple(sorted({*alike, (group, treatment)}))
                 if alike:
                     alike = tuple(pair for pair in alike if sharing.calls[pair[0]][1] >= way.stop)
                 then = ((storages & kept) | adds, alike)
-                found.append(_Move(held_here, own, way.extra, way.chosen, way.stop, then))
+                found.append(_Move(held_here, own, backward, left, way.extra, way.chosen, way.stop, then))
                 moves[way.stop].setdefault(then, [])
         for held, found in reached.items():
             reached[held] = _useful(found)
@@ -662,10 +698,15 @@ def _expand(ways: list[list[_Way]], sharing: _Sharing, most: int) -> tuple[list[
 def _useful(moves: list[_Move]) -> list[_Move]:
     """The moves to which no other is as good in everything; of equal ones the first."""
     useful: list[tuple[int, _Move]] = []
-    in_turn = sorted(enumerate(moves), key=lambda entry: (entry[1].extra, entry[1].hold, entry[1].own, entry[0]))
+    in_turn = sorted(enumerate(moves), key=lambda entry: (entry[1].extra, entry[1][:4], entry[0]))
     for number, move in in_turn:
         if not any(
-            other.hold <= move.hold and other.own <= move.own and other.then == move.then and other.stop == move.stop
+            other.hold <= move.hold
+            and other.own <= move.own
+            and other.backward <= move.backward
+            and other.left <= move.left
+            and other.then == move.then
+            and other.stop == move.stop
             for _, other in useful
         ):
             useful.append((number, move))
@@ -746,40 +787,55 @@ def _join_groups(ways: list[list[_Way]], sharing: _Sharing, crowded: int) -> set
 def _sweep(graph: _Graph) -> bool:
     """Compute the frontiers of all boundaries; whether one was thinned."""
     count = sum(len(moves) for boundary in graph.moves for moves in boundary.values())
+    if any(move.left for boundary in graph.moves for moves in boundary.values() for move in moves):
+        count *= 4  # each point takes more time
     most = min(_MOST_POINTS, max(_FEWEST_POINTS, _WORK // max(1, count)))
-    zero = np.zeros(1, np.int32)
-    last = {held: _Points(np.array([peak]), np.zeros(1), zero, zero) for held, peak in graph.end.items()}
+    most_compared = min(_MOST_COMPARED, _LEFT_WORK // max(1, sum(map(len, graph.moves))) ** 2)
+    zero, none_left = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    last = {held: _Points(np.array([peak]), np.zeros(1), none_left, zero, zero) for held, peak in graph.end.items()}
     graph.frontiers = [{} for _ in graph.moves] + [last]
     thinned = False
     for boundary in range(len(graph.moves) - 1, -1, -1):
+        # Budgets pick from the first boundary: it keeps all points, and those just behind it give it many.
+        most_here = (most * _FINER if boundary < _FINE_BOUNDARIES else most) if boundary else sys.maxsize
         for held, moves in graph.moves[boundary].items():
             points = _join(moves, graph.frontiers)
-            # Budgets pick from the first boundary: it keeps all points, and those just behind it give it many.
-            most_here = most * _FINER if boundary < _FINE_BOUNDARIES else most
-            if len(points.peaks) > most_here and boundary:
-                kept = _spread(points.peaks, points.extras, most_here)
-                points = _Points(points.peaks[kept], points.extras[kept], points.moves[kept], points.follow[kept])
-                thinned = True
-            graph.frontiers[boundary][held] = points
+            kept, all_of_them = _best(points, most_here, most_compared)
+            graph.frontiers[boundary][held] = _only(points, kept)
+            thinned |= not all_of_them
     return thinned
 
 
 def _join(moves: list[_Move], frontiers: list[dict[_Held, _Points]]) -> _Points:
-    """The frontier at a boundary, from those where the moves stop."""
+    """What moves from a boundary make of the frontiers where they stop."""
     by_rest: dict[tuple[int, _Held], list[int]] = {}
     for number, move in enumerate(moves):
         by_rest.setdefault((move.stop, move.then), []).append(number)
-    peaks, extras, taken, follow = [_NO_BYTES], [_NO_TIME], [_NO_MOVES], [_NO_MOVES]
+    peaks, extras, left, taken, follow = [_NO_BYTES], [_NO_TIME], [_NO_BYTES], [_NO_MOVES], [_NO_MOVES]
     for (stop, then), numbers in by_rest.items():
         rest = frontiers[stop][then]
         hold = np.array([moves[number].hold for number in numbers])[:, None]
         own = np.array([moves[number].own for number in numbers])[:, None]
         extra = np.array([moves[number].extra for number in numbers])[:, None]
+        leaves = np.array([moves[number].left for number in numbers])[:, None]
+        if rest.left.any():
+            own = np.maximum(own, np.array([moves[number].backward for number in numbers])[:, None] + rest.left)
         peaks.append(np.maximum(rest.peaks + hold, own).ravel())
         extras.append((rest.extras + extra).ravel())
+        left.append((rest.left + leaves).ravel())
         taken.append(np.repeat(np.array(numbers, np.int32), len(rest.peaks)))
         follow.append(np.tile(np.arange(len(rest.peaks), dtype=np.int32), len(numbers)))
-    return _undominated(np.concatenate(peaks), np.concatenate(extras), np.concatenate(taken), np.concatenate(follow))
+    return _Points(
+        np.concatenate(peaks),
+        np.concatenate(extras),
+        np.concatenate(left),
+        np.concatenate(taken),
+        np.concatenate(follow),
+    )
+
+
+def _only(points: _Points, kept: NDArray[np.intp]) -> _Points:
+    return _Points(points.peaks[kept], points.extras[kept], points.left[kept], points.moves[kept], points.follow[kept])
 
 
 _NO_BYTES = np.zeros(0, np.int64)
@@ -787,24 +843,65 @@ _NO_TIME = np.zeros(0)
 _NO_MOVES = np.zeros(0, np.int32)
 
 
-def _undominated(peaks: Bytes, extras: Time, moves: NDArray[np.int32], follow: NDArray[np.int32]) -> _Points:
-    """Of equal points the first one stays."""
+def _best(points: _Points, most: int, most_compared: int) -> tuple[NDArray[np.intp], bool]:
+    """The points to which no other is better in everything, at most ``most``, and whether these are all of them.
+
+    If the bytes left are too many different ones, or the points too many, those are kept that have the least peaks for
+    their time, those that have the least sums of peak and bytes left (a byte of either raises the peak of the step by a
+    byte at most), and those that have the least peaks for what they leave, whatever their time: the least peak of all
+    plans is one of them.
+    """
+    if not points.left.any():
+        return _spread(points.peaks, points.extras, most)
+    fewest = 2 * len(points.left)
+    if fewest <= most_compared and len(points.left) * len(np.unique(points.left)) <= most_compared:
+        best = _undominated_apart(points)
+        if len(best) <= most:
+            return best, True
+    peaks, left, share = points.peaks, points.left, most // 3
+    fast = _spread(peaks, points.extras, share)[0]
+    fast_leaving_little = _spread(peaks + left, points.extras, share)[0]
+    least = _spread(peaks, left.astype(np.float64), share)[0]
+    return np.unique(np.concatenate([fast, fast_leaving_little, least])), False
+
+
+def _undominated(peaks: Bytes, extras: Time) -> NDArray[np.intp]:
+    """The points to which no other is better in both, by peak; of equal points the first one stays."""
     order = np.argsort(peaks, kind="stable")
     peaks, extras = peaks[order], extras[order]
     faster = np.ones(len(order), bool)
     faster[1:] = extras[1:] < np.minimum.accumulate(extras)[:-1]
-    order, peaks, extras = order[faster], peaks[faster], extras[faster]
+    order, peaks = order[faster], peaks[faster]
     lower = np.ones(len(order), bool)
     lower[:-1] = peaks[1:] > peaks[:-1]
-    order = order[lower]
-    return _Points(peaks[lower], extras[lower], moves[order], follow[order])
+    return order[lower]
 
 
-def _spread(peaks: Bytes, extras: Time, most: int) -> NDArray[np.int64]:
-    """At most ``most`` points of a frontier: its ends, corners of its convex hull, and the best ones in between.
+def _undominated_apart(points: _Points) -> NDArray[np.intp]:
+    """The same where the bytes left count, too.
 
-    The corners are what a plan at some price of a byte consists of, so without them many regions together lose much.
+    Of those before it, by peak and then by time, none that leaves as little is as fast.
     """
+    order = np.lexsort((points.left, points.extras, points.peaks))
+    extras = points.extras[order]
+    rows = np.unique(points.left[order], return_inverse=True)[1]
+    fastest = np.full((rows.max() + 1, len(order) + 1), np.inf)
+    fastest[rows, np.arange(1, len(order) + 1)] = extras
+    np.minimum.accumulate(fastest, axis=1, out=fastest)
+    np.minimum.accumulate(fastest, axis=0, out=fastest)
+    return order[extras < fastest[rows, np.arange(len(order))]]
+
+
+def _spread(peaks: Bytes, extras: Time, most: int) -> tuple[NDArray[np.intp], bool]:
+    """At most ``most`` points of a frontier, and whether these are all of it.
+
+    They are its ends, corners of its convex hull, and the best ones in between. The corners are what a plan at some
+    price of a byte consists of, so without them many regions together lose much.
+    """
+    points = _undominated(peaks, extras)
+    if len(points) <= most:
+        return points, True
+    peaks, extras = peaks[points], extras[points]
     along = _along(peaks, extras)
     corners = _corners(peaks, extras)
     if len(corners) > most * 3 // 4:
@@ -820,7 +917,7 @@ def _spread(peaks: Bytes, extras: Time, most: int) -> NDArray[np.int64]:
     kept[corners] = True
     kept[best] = True
     kept[[0, -1]] = True
-    return np.flatnonzero(kept)
+    return points[kept], False
 
 
 def _along(peaks: Bytes, extras: Time) -> Time:

@@ -5,8 +5,9 @@ The plan for a budget, made sure of
 The simulated peak of a plan is close to the real one, not equal to it. So the plan that the solver finds is measured in
 a real step before anybody trains with it. What the step took more or less than predicted is added to the model of
 memory, and the solver is asked again: a plan above the budget is replaced by one that should be below, and a plan well
-below it by a faster one. Three measured steps at most; the fastest plan that was measured within the budget is taken,
-and where there is none the budget is refused with the smallest peak there is and what holds it.
+below it by a faster one. Three measured steps at most; where the first two were above the budget, the third is the plan
+with the least peak. The fastest plan that was measured within the budget is taken, and where there is none the budget
+is refused with the smallest peak that was measured and what holds it: a budget of so many bytes can be kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.observing.costs import Choice, StepCosts
-from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, visits
+from lightning_memopt.planning.simulate import Assignment, Correction, Simulated, correct, simulate, visits
 from lightning_memopt.planning.solve import Solution, solve
 
 # Steps that may be measured for one budget.
@@ -42,7 +43,8 @@ class MemoryBudgetError(ValueError):
     """No plan keeps a training step within the memory budget.
 
     Attributes:
-        least_bytes: the smallest budget that a plan can keep, measured if that plan was measured, else predicted.
+        least_bytes: the smallest budget that a plan can keep, as measured; predicted where every measured step ran out
+            of memory, or none was run.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
@@ -99,9 +101,10 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
     correction = Correction()
     steps: list[MeasuredPlan] = []
     best: MeasuredPlan | None = None
-    for _ in range(MOST_STEPS):
+    for number in range(MOST_STEPS):
         unsure = 0 if steps else int(_UNSURE * allowed)
-        solution = solve(costs, allowed + unsure, correction)
+        last_chance = best is None and number == MOST_STEPS - 1
+        solution = solve(costs, 0 if last_chance else allowed + unsure, correction)
         if any(solution.assignment == step.solution.assignment for step in steps):
             break
         if best is not None and not (solution.fits and solution.simulated.extra < best.solution.simulated.extra):
@@ -112,8 +115,6 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
             best = step
             if step.peak_bytes is not None and step.peak_bytes >= (1 - _CLOSE) * allowed:
                 break
-        elif not solution.fits:
-            break  # this was the plan with the least peak
         correction = step.correction(allowed)
     if best is None:
         raise refusal(costs, budget_bytes, reserved_bytes, steps, correction)
@@ -145,22 +146,26 @@ def refusal(
         correction: of the model of memory, after these.
         smallest_batch: the batch has one sample, and none that is smaller can be advised.
     """
-    least = solve(costs, 0, correction)
-    measured = [step.peak_bytes for step in steps if step.peak_bytes is not None]
-    predicted = least.simulated.peak_bytes
-    same = [step for step in steps if step.solution.assignment == least.assignment and step.peak_bytes is not None]
-    known = same[-1].peak_bytes if same else None
-    least_bytes = (known if known is not None else max(predicted, budget_bytes - reserved_bytes + 1)) + reserved_bytes
-    how = "measured" if known is not None else "predicted from measured steps" if measured else "predicted"
-    reserved = f"{format_bytes(reserved_bytes)} that the optimizer will hold, " if reserved_bytes else ""
+    measured = [(step.peak_bytes, step.solution.assignment) for step in steps if step.peak_bytes is not None]
+    if measured:
+        least_bytes, assignment = min(measured, key=lambda plan: plan[0])
+        least = simulate(costs, assignment, correction)
+    else:
+        least = solve(costs, 0, correction).simulated
+        least_bytes = max(least.peak_bytes, budget_bytes - reserved_bytes + 1)
+    least_bytes += reserved_bytes
+    how = "measured" if measured else "predicted"
+    reserved = f"{format_bytes(reserved_bytes)} for what optimizers will hold and what is reserved, " * bool(
+        reserved_bytes
+    )
     at_least = f"{math.ceil(least_bytes / _TENTH) / 10:.1f} MiB"
-    no_smaller = smallest_batch or least.simulated.peak.kind == "optimizer"
+    no_smaller = smallest_batch or least.peak.kind == "optimizer"
     of_one = " of a batch of one sample" if smallest_batch else ""
     return MemoryBudgetError(
         f"No plan keeps a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that any plan "
-        f"has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.simulated.peak}, where these are "
+        f"has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.peak}, where these are "
         f"alive: {reserved}"
-        f"{_said(least.simulated)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
+        f"{_said(least)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
         least_bytes,
     )
 

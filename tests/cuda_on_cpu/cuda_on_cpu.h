@@ -6,8 +6,9 @@
 // a missing barrier shows as a wrong result. The last lane to reach a warp's operation computes it for all lanes.
 //
 // What a GPU leaves undefined is made to show: shared memory starts as poison, a copy that was not waited for reads as
-// poison, a shuffle from a lane that has returned gives poison. What a GPU forbids ends the launch with a message:
-// barriers that not all threads reach, misaligned or wild accesses, writes beyond the dynamic shared memory.
+// poison, a shuffle from a lane that has returned gives poison, sums of a product that runs on are poison. What a GPU
+// forbids ends the launch with a message: barriers that not all threads reach, misaligned or wild accesses, writes
+// beyond the dynamic shared memory, writes to what a product that runs on reads.
 // As with -ftz=true, float32 arithmetic takes and gives zero in place of subnormal numbers (on x86-64).
 //
 // Not imitated: how tensor cores round, the last bits of expf and its like, what a cast of a float beyond the integers
@@ -26,6 +27,7 @@
 #include <cstdio>
 #include <cstring>
 #include <link.h>
+#include <list>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <type_traits>
@@ -97,6 +99,8 @@ static const int warpSize = 32;
 static const size_t MAX_DYNAMIC_SHARED = 227 * 1024;
 static const size_t DYNAMIC_SHARED_GUARD = 4096;
 alignas(16) unsigned char dynamic_shared[MAX_DYNAMIC_SHARED + DYNAMIC_SHARED_GUARD];
+// Where it begins in the address space of shared memory: aligned to 16 bytes and no more.
+static const u32 DYNAMIC_SHARED_ADDRESS = 1024 + 16;
 
 namespace cuda_on_cpu {
 
@@ -131,6 +135,7 @@ struct Fiber {
     void* record;
     u32 groups;  // committed groups of asynchronous copies
     std::vector<Copy> copies;
+    u32 published;  // how often it has made its writes to shared memory visible to products of a warpgroup
 };
 
 struct Warp {
@@ -377,6 +382,18 @@ inline void meet_block(int line) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous copies: shared memory holds poison from the start of a copy until it was waited for.
 
+// Who landed a copy last in each 16 bytes of the dynamic shared memory, and how often it had published before.
+struct Writer {
+    u32 thread;  // counted from 1; 0: nobody
+    u32 published;
+};
+static Writer writers[MAX_DYNAMIC_SHARED / 16];
+
+inline void note_writer(const void* shared, u32 thread, u32 published) {
+    size_t offset = static_cast<const unsigned char*>(shared) - dynamic_shared;
+    if (offset < MAX_DYNAMIC_SHARED) writers[offset / 16] = {thread + 1, published};
+}
+
 inline void land(Fiber& fiber, u32 groups) {
     size_t kept = 0;
     for (const Copy& copy : fiber.copies) {
@@ -386,8 +403,262 @@ inline void land(Fiber& fiber, u32 groups) {
         }
         memset(copy.shared, 0, copy.bytes);
         memcpy(copy.shared, copy.global, copy.valid);
+        note_writer(copy.shared, u32(&fiber - fibers), fiber.published);
     }
     fiber.copies.resize(kept);
+}
+
+struct KeepSubnormals {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    KeepSubnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~KeepSubnormals() { _mm_setcsr(before); }
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products of a warpgroup, warp by warp: a warp's part needs nothing of the others' registers. A product is computed
+// when it is waited for, from what it found when it was started; what has changed in between is a fault.
+
+struct Sums {  // of one warp: 16 rows of 128
+    float* at[32];  // the array of each lane: poison while products run
+    float values[32][64];
+    u32 running;
+};
+
+struct Product {
+    Sums* sums;
+    const u32* a_at[32];
+    u32 a[32][4];
+    u16 b[128][16];
+    u64 descriptor;
+    float (*widen)(u16);
+    u32 group;
+    int line;
+};
+
+struct WarpProducts {
+    std::list<Product> running;
+    std::list<Sums> sums;
+    u32 groups;   // committed
+    bool fenced;  // since the last commit
+    u32 started;
+};
+
+static WarpProducts warp_products[32];
+static std::vector<u64> group_descriptors[8];  // of the products that each warpgroup has started
+
+inline void forget_products() {
+    for (auto& warp : warp_products) {
+        warp.running.clear();
+        warp.sums.clear();
+        warp.groups = warp.started = 0;
+        warp.fenced = false;
+    }
+    for (auto& descriptors : group_descriptors) descriptors.clear();
+}
+
+inline void compare_warps() {
+    for (u32 w = 0; w * 32 < launch.threads; w++) {
+        if (warp_products[w].started == group_descriptors[w / 4].size()) continue;
+        snprintf(message, sizeof message, "warp %u starts %u products, another warp of its warpgroup %zu", w,
+                 warp_products[w].started, group_descriptors[w / 4].size());
+        failed = true;
+    }
+}
+
+// Reads b by its descriptor, as "matrix descriptor" and "128-byte swizzling mode, K-major" of the PTX manual say.
+inline void read_b(u64 descriptor, int line, u16 b[128][16], bool check_published) {
+    u32 start = u32(descriptor & 0x3fff) * 16, stride = u32(descriptor >> 32 & 0x3fff) * 16;
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7)) {
+        stop("a product (line %d) by the descriptor 0x%016llx: only 128-byte swizzling from base offset 0 is imitated",
+             line, descriptor);
+    }
+    if (start & 0x380) {
+        stop("a product (line %d) by the descriptor 0x%016llx: b is not aligned to 1024 bytes", line, descriptor);
+    }
+    if ((start & 127) > 96) stop("a product (line %d) reads b across the end of its rows of 128 bytes", line);
+    for (u32 n = 0; n < 128; n++) {
+        for (u32 k = 0; k < 16; k += 8) {
+            u32 address = start + n / 8 * stride + n % 8 * 128 + 2 * k;
+            address ^= (address >> 7 & 7) << 4;
+            u32 offset = address - DYNAMIC_SHARED_ADDRESS;
+            if (address < DYNAMIC_SHARED_ADDRESS || offset + 16 > launch.shared_bytes) {
+                stop("a product (line %d) reads b outside the dynamic shared memory", line);
+            }
+            const Writer& writer = writers[offset / 16];
+            if (check_published && writer.thread && fibers[writer.thread - 1].published == writer.published) {
+                stop("a product (line %d) reads what thread %u has copied and not published by wgmma_publish_shared",
+                     line, writer.thread - 1);
+            }
+            memcpy(&b[n][k], dynamic_shared + offset, 16);
+        }
+    }
+}
+
+inline bool all_poison(const float* values) {
+    for (int i = 0; i < 64; i++) {
+        u32 bits;
+        memcpy(&bits, values + i, 4);
+        if (bits != 0xffffffffu) return false;
+    }
+    return true;
+}
+
+inline void require_untouched(const Sums& sums, int warp, int line) {
+    for (int lane = 0; lane < 32; lane++) {
+        if (!all_poison(sums.at[lane])) {
+            stop("thread %d writes to the sums of a product that runs (line %d)", warp * 32 + lane, line);
+        }
+    }
+}
+
+__attribute__((optimize("O3"))) inline void multiply_rows(
+    float d[16][128], const float a[16][16], const float b[16][128]) {
+    for (int row = 0; row < 16; row++) {
+        for (int k = 0; k < 16; k++) {
+            for (int column = 0; column < 128; column++) d[row][column] += a[row][k] * b[k][column];
+        }
+    }
+}
+
+inline void finish_product(Product& product, int warp) {
+    static u16 now[128][16];
+    read_b(product.descriptor, product.line, now, false);
+    if (memcmp(now, product.b, sizeof now)) {
+        stop("the shared memory that a product (line %d) reads changes before it is done", product.line);
+    }
+    Sums& sums = *product.sums;
+    require_untouched(sums, warp, product.line);
+    static float a[16][16], b[16][128], d[16][128];
+    for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, t = lane % 4;
+        if (memcmp(product.a_at[lane], product.a[lane], sizeof product.a[lane])) {
+            stop("thread %d writes to the spikes of a product (line %d) that runs", warp * 32 + lane, product.line);
+        }
+        for (int i = 0; i < 4; i++) {
+            for (int e = 0; e < 2; e++) {
+                a[g + i % 2 * 8][i / 2 * 8 + 2 * t + e] = product.widen(u16(product.a[lane][i] >> 16 * e));
+            }
+        }
+        for (int i = 0; i < 64; i++) d[g + i / 2 % 2 * 8][i / 4 * 8 + 2 * t + i % 2] = sums.values[lane][i];
+    }
+    for (int n = 0; n < 128; n++) {
+        for (int k = 0; k < 16; k++) b[k][n] = product.widen(product.b[n][k]);
+    }
+    {
+        KeepSubnormals keep;  // tensor cores do
+        (void)keep;
+        multiply_rows(d, a, b);
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 64; i++) sums.values[lane][i] = d[g + i / 2 % 2 * 8][i / 4 * 8 + 2 * t + i % 2];
+    }
+    if (--sums.running) return;
+    for (int lane = 0; lane < 32; lane++) memcpy(sums.at[lane], sums.values[lane], sizeof sums.values[lane]);
+    warp_products[warp].sums.remove_if([](const Sums& old) { return !old.running; });
+}
+
+struct Wgmma : Record {
+    float* d;
+    const u32* a;
+    u64 b;
+    float (*widen)(u16);
+    int line;
+
+    static void combine_start(void* records[32]) {
+        require_whole_warp(records, "wgmma");
+        int warp_index = current / 32;
+        WarpProducts& warp = warp_products[warp_index];
+        auto& first = *static_cast<Wgmma*>(records[0]);
+        if (launch.threads < u32(warp_index / 4 + 1) * 128) {
+            stop("a product (line %d) of a warpgroup that has fewer than four warps", first.line);
+        }
+        if (!warp.fenced) {
+            stop("warp %d starts a product (line %d) without wgmma_fence since the last commit", warp_index,
+                 first.line);
+        }
+        auto& descriptors = group_descriptors[warp_index / 4];
+        if (warp.started == descriptors.size()) descriptors.push_back(first.b);
+        for (int lane = 0; lane < 32; lane++) {
+            if (static_cast<Wgmma*>(records[lane])->b != descriptors[warp.started]) {
+                stop("the threads of a warpgroup start a product (line %d) by different descriptors", first.line);
+            }
+        }
+        warp.started++;
+        Sums* sums = nullptr;
+        for (auto& known : warp.sums) {
+            if (known.at[0] == first.d) sums = &known;
+        }
+        if (sums) {
+            require_untouched(*sums, warp_index, first.line);
+        } else {
+            sums = &warp.sums.emplace_back();
+            sums->running = 0;
+        }
+        Product& product = warp.running.emplace_back();
+        for (int lane = 0; lane < 32; lane++) {
+            auto& record = *static_cast<Wgmma*>(records[lane]);
+            if (sums->running) {
+                if (sums->at[lane] != record.d) {
+                    stop("the lanes of a warp add to different sums (line %d)", record.line);
+                }
+            } else {
+                sums->at[lane] = record.d;
+                memcpy(sums->values[lane], record.d, sizeof sums->values[lane]);
+                memset(record.d, POISON, sizeof sums->values[lane]);
+            }
+            product.a_at[lane] = record.a;
+            memcpy(product.a[lane], record.a, sizeof product.a[lane]);
+        }
+        sums->running++;
+        product.sums = sums;
+        product.descriptor = first.b;
+        product.widen = first.widen;
+        product.group = warp.groups;
+        product.line = first.line;
+        read_b(first.b, first.line, product.b, true);
+    }
+
+    static void combine_fence(void* records[32]) {
+        require_whole_warp(records, "wgmma_fence");
+        warp_products[current / 32].fenced = true;
+    }
+
+    static void combine_commit(void* records[32]) {
+        require_whole_warp(records, "wgmma_commit");
+        warp_products[current / 32].groups++;
+        warp_products[current / 32].fenced = false;
+    }
+
+    template <u32 pending>
+    static void combine_wait(void* records[32]) {
+        require_whole_warp(records, "wgmma_wait");
+        WarpProducts& warp = warp_products[current / 32];
+        while (!warp.running.empty() && warp.running.front().group + pending < warp.groups) {
+            finish_product(warp.running.front(), current / 32);
+            warp.running.pop_front();
+        }
+    }
+};
+
+inline void meet_warp(const char* operation, int line, Combine combine) {
+    Wgmma record;
+    record.combine = combine;
+    record.line = line;
+    meet(operation, line, FULL_WARP, &record);
+}
+
+inline void start_product(float* d, const u32* a, u64 b, float (*widen)(u16), int line) {
+    Wgmma record;
+    record.combine = Wgmma::combine_start;
+    record.d = d;
+    record.a = a;
+    record.b = b;
+    record.widen = widen;
+    record.line = line;
+    meet("wgmma", line, FULL_WARP, &record);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -398,6 +669,10 @@ inline void leave() {
     int warp_index = current / 32;
     Warp& warp = warps[warp_index];
     if (!self.copies.empty()) land(self, self.groups + 1);
+    if (!warp_products[warp_index].running.empty()) {
+        stop("thread %u returns while a product of its warpgroup runs (line %d)", current,
+             warp_products[warp_index].running.front().line);
+    }
     warp.returned |= 1u << current % 32;
     returned++;
     last_returned = current;
@@ -529,9 +804,13 @@ inline void run_block() {
         fibers[i].waits_for = nullptr;
         fibers[i].groups = 0;
         fibers[i].copies.clear();
+        fibers[i].published = 0;
     }
+    forget_products();
+    memset(writers, 0, (launch.shared_bytes + 15) / 16 * sizeof(Writer));
     switch_fibers(MAX_THREADS, pick());
     if (!failed && returned != threads) describe_deadlock();
+    if (!failed) compare_warps();
 }
 
 inline void poison_shared(bool statics) {
@@ -634,14 +913,6 @@ struct FlushSubnormals {
     unsigned before = _mm_getcsr();
     FlushSubnormals() { _mm_setcsr(before | 0x8040); }
     ~FlushSubnormals() { _mm_setcsr(before); }
-#endif
-};
-
-struct KeepSubnormals {
-#if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
-    KeepSubnormals() { _mm_setcsr(before & ~0x8040u); }
-    ~KeepSubnormals() { _mm_setcsr(before); }
 #endif
 };
 
@@ -1010,11 +1281,7 @@ inline u32 __brev(u32 x) {
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
     u64 both = u64(y) << 32 | x;
     u32 result = 0;
-    for (int i = 0; i < 4; i++) {
-        u32 byte = u32(both >> 8 * (selector >> 4 * i & 7)) & 0xff;
-        if (selector >> 4 * i & 8) byte = byte & 0x80 ? 0xff : 0;  // the byte's sign, repeated
-        result |= byte << 8 * i;
-    }
+    for (int i = 0; i < 4; i++) result |= (u32(both >> 8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
     return result;
 }
 
@@ -1141,6 +1408,17 @@ inline u16 bfloat16_from_float(float value) {
     return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+template <u32 digits>
+inline u32 permute_bytes(u32 x, u32 y) {
+    u32 bytes = __byte_perm(x, y, digits);
+    for (int i = 0; i < 4; i++) {
+        if (!(digits >> 4 * i & 8)) continue;
+        u32 sign = bytes >> 8 * i & 0x80 ? 0xff : 0;
+        bytes = (bytes & ~(0xffu << 8 * i)) | sign << 8 * i;
+    }
+    return bytes;
+}
+
 template <int bytes>
 inline void copy_async(void* shared, const void* global, int valid, int line) {
     if (reinterpret_cast<uintptr_t>(shared) % bytes || reinterpret_cast<uintptr_t>(global) % bytes) {
@@ -1176,6 +1454,10 @@ inline void copy_async_wait() {
     if (fiber.groups > pending) cuda_on_cpu::land(fiber, fiber.groups - pending);
 }
 
+inline u32 shared_address(const void* shared) {
+    return DYNAMIC_SHARED_ADDRESS + u32(static_cast<const unsigned char*>(shared) - dynamic_shared);
+}
+
 inline void load_matrix_x4(u32 out[4], const void* shared, int line = __builtin_LINE()) {
     cuda_on_cpu::load_matrix<false>(out, shared, line);
 }
@@ -1190,6 +1472,32 @@ inline void multiply_add_bfloat16(float d[4], const u32 a[4], const u32 b[2], in
 
 inline void multiply_add_half(float d[4], const u32 a[4], const u32 b[2], int line = __builtin_LINE()) {
     cuda_on_cpu::multiply_add<float_from_half>("multiply_add_half", d, a, b, line);
+}
+
+inline void wgmma_publish_shared() { cuda_on_cpu::fibers[cuda_on_cpu::current].published++; }
+
+inline void wgmma_fence(int line = __builtin_LINE()) {
+    cuda_on_cpu::meet_warp("wgmma_fence", line, cuda_on_cpu::Wgmma::combine_fence);
+}
+
+inline void wgmma_commit(int line = __builtin_LINE()) {
+    cuda_on_cpu::meet_warp("wgmma_commit", line, cuda_on_cpu::Wgmma::combine_commit);
+}
+
+template <int pending>
+inline void wgmma_wait(int line = __builtin_LINE()) {
+    cuda_on_cpu::meet_warp("wgmma_wait", line, cuda_on_cpu::Wgmma::combine_wait<pending>);
+}
+
+inline void wgmma_hold(float (&)[64]) {}
+inline void wgmma_hold(u32 (&)[4]) {}
+
+inline void wgmma_bfloat16(float (&d)[64], const u32 (&a)[4], u64 b, int line = __builtin_LINE()) {
+    cuda_on_cpu::start_product(d, a, b, cuda_on_cpu::widen_bfloat16, line);
+}
+
+inline void wgmma_half(float (&d)[64], const u32 (&a)[4], u64 b, int line = __builtin_LINE()) {
+    cuda_on_cpu::start_product(d, a, b, float_from_half, line);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

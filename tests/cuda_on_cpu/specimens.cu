@@ -137,6 +137,7 @@ extern "C" __global__ void integers(const int* words, int* out) {
     out[3 * n + threadIdx.x] = __brev(word);
     out[4 * n + threadIdx.x] = __byte_perm(word, 0x44332211u, 0x5306);
     out[5 * n + threadIdx.x] = __byte_perm(word, 0x44332211u, 0xbbbb);
+    out[6 * n + threadIdx.x] = permute_bytes<0x5bf3>(word, u32(word) << 4);
 }
 
 extern "C" __global__ void round_to_half(const float* values, u16* out, float* wide, i64 count) {
@@ -248,6 +249,87 @@ extern "C" __global__ void multiply_by_half_a_warp(int* out) {
     multiply_add_half(d, a, b);
     out[threadIdx.x] = d[0];
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products of a warpgroup: out += a b^T, a [64, 64], b [128, 64], all row by row
+
+enum Fault {
+    none,
+    no_fence,
+    no_publication,
+    no_wait,
+    no_end,
+    weights_changed,
+    spikes_changed,
+    sums_changed,
+    misaligned,
+    past_the_row,
+    two_descriptors,
+    a_warp_less,
+};
+
+template <int fault, bool half>
+__device__ __forceinline__ void multiply_by_warpgroup(const u16* a, const u16* b, float* out) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    unsigned char* rows = dynamic_shared + (1024u - shared_address(dynamic_shared)) % 1024u;
+    if (fault == misaligned) rows += 256;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = threadIdx.x; i < 128 * 8; i += blockDim.x) {
+        copy_async_16(rows + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, b + i * 8, 16);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    if (fault != no_publication) wgmma_publish_shared();
+    __syncthreads();
+    float d[64];
+    u32 spikes[4][4];
+    for (int i = 0; i < 64; ++i) d[i] = out[(warp * 16 + g + i / 2 % 2 * 8) * 128 + i / 4 * 8 + 2 * t + i % 2];
+    for (int i = 0; i < 16; ++i) {
+        const u16* at = a + (warp * 16 + g + i % 2 * 8) * 64 + i / 4 * 16 + i % 4 / 2 * 8 + 2 * t;
+        spikes[i / 4][i % 4] = pair(at[0], at[1]);
+    }
+    wgmma_hold(d);
+    for (int k = 0; k < 4; ++k) wgmma_hold(spikes[k]);
+    if (fault != no_fence) wgmma_fence();
+    for (int k = 0; k < 4; ++k) {
+        if (fault == a_warp_less && k == 3 && warp == 2) break;
+        int column = fault == two_descriptors && warp == 1 ? 3 - k : k;
+        u64 descriptor = wgmma_describe(rows + column * 32 + (fault == past_the_row ? 16 : 0));
+        if (half) {
+            wgmma_half(d, spikes[k], descriptor);
+        } else {
+            wgmma_bfloat16(d, spikes[k], descriptor);
+        }
+        if (fault == sums_changed && k == 2) d[5] = 0;
+    }
+    wgmma_commit();
+    if (fault == no_end) return;
+    if (fault == no_wait) wgmma_wait<1>();
+    if (fault == weights_changed) rows[threadIdx.x * 16] ^= 1;
+    if (fault == spikes_changed) spikes[1][2] ^= 0x80;
+    if (fault != no_wait) wgmma_wait<0>();
+    wgmma_hold(d);
+    for (int i = 0; i < 64; ++i) out[(warp * 16 + g + i / 2 % 2 * 8) * 128 + i / 4 * 8 + 2 * t + i % 2] = d[i];
+    if (fault == no_wait) wgmma_wait<0>();
+}
+
+#define WARPGROUP_ENTRY(fault, half, name)                                                \
+    extern "C" __global__ void warpgroup_##name(const u16* a, const u16* b, float* out) { \
+        multiply_by_warpgroup<fault, half>(a, b, out);                                    \
+    }
+WARPGROUP_ENTRY(none, false, bfloat16)
+WARPGROUP_ENTRY(none, true, half)
+WARPGROUP_ENTRY(no_fence, false, no_fence)
+WARPGROUP_ENTRY(no_publication, false, no_publication)
+WARPGROUP_ENTRY(no_wait, false, no_wait)
+WARPGROUP_ENTRY(no_end, false, no_end)
+WARPGROUP_ENTRY(weights_changed, false, weights_changed)
+WARPGROUP_ENTRY(spikes_changed, false, spikes_changed)
+WARPGROUP_ENTRY(sums_changed, false, sums_changed)
+WARPGROUP_ENTRY(misaligned, false, misaligned)
+WARPGROUP_ENTRY(past_the_row, false, past_the_row)
+WARPGROUP_ENTRY(two_descriptors, false, two_descriptors)
+WARPGROUP_ENTRY(a_warp_less, false, a_warp_less)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous copies and shared memory
