@@ -80,6 +80,28 @@ def test_convolutions_copy_their_operands(
     assert expected == pytest.approx(bytes_taken, abs=scratch)
 
 
+@formulas
+@pytest.mark.parametrize("channels_of_a_group", [(1, 1), (1, 2), (2, 2), (4, 4), (16, 16)])
+@pytest.mark.parametrize("width", [3, 5, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_grouped_weights_are_padded_to_blocks(
+    channels_of_a_group: tuple[int, int], width: int, dtype: torch.dtype
+) -> None:
+    read, written = channels_of_a_group
+    groups = 48 // read
+    data = torch.ones(2, 48, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = torch.ones(written * groups, read, width, width, dtype=dtype)
+    gradient = torch.ones(2, written * groups, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)
+    how = ([1, 1], [width // 2] * 2, [1, 1], False, [0, 0], groups)
+    backward = (gradient, data, weight, None, *how, [True, True, False])
+    bytes_taken, out = taken(_aten.convolution_backward.default, backward)
+    expected = workspace_bytes(_aten.convolution_backward.default, backward, out)
+    if dtype is torch.float32:
+        assert expected == pytest.approx(bytes_taken, rel=0.01)
+    else:  # beside some scratch
+        assert expected == pytest.approx(bytes_taken, rel=0.1, abs=2**14)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolutions_without_onednn_unfold_their_operands(transposed: bool) -> None:
     data = torch.ones(4, 8, 10, 10, dtype=torch.float64)

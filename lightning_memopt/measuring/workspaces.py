@@ -93,7 +93,10 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     if kernel != "oneDNN":
         return _columns(kernel, data, weight, gradient, whole_batch="Transpose" not in kernel)
     if _by_channel_last(data, weight):
-        return int(max(2 * weight.nbytes, _reduction(data, gradient, weight, settings)) if of_weight else weight.nbytes)
+        if not of_weight:
+            return int(weight.nbytes)
+        reduced = max(2 * weight.nbytes, _reduction(data, gradient, weight, settings))
+        return int(max(reduced, _groups_in_blocks(weight, settings[6])))
     # Without a layout of its own a plain operand of few channels is read as it is, but only on one side.
     plain_gradient = transposed and gradient.shape[1] < _CHANNELS
     plain_data = not transposed and data.shape[1] < _CHANNELS
@@ -171,6 +174,17 @@ def _padded(weight: Tensor, read: int) -> int:
     if not read or min(weight.shape[:2]) >= _CHANNELS or weight.shape[1] == 1:
         return int(weight.nbytes)
     return int(weight.nbytes * math.prod(max(1, _CHANNELS / size) for size in weight.shape[:2]))
+
+
+def _groups_in_blocks(weight: Tensor, groups: int) -> int:
+    """Bytes of the gradient of grouped weights: every group is padded to blocks, however few channels it has."""
+    written, read = weight.shape[0] // groups, weight.shape[1]
+    if groups == 1 or (written == read == 1 and max(weight.shape[2:]) <= 3):  # these have a kernel of their own
+        return 0
+    blocks = -(-written // _CHANNELS) * -(-read // _CHANNELS) * _CHANNELS**2 / (written * read)
+    if weight.dtype is torch.bfloat16:
+        return int(3 * blocks * weight.nbytes)  # they are added up in float32, beside
+    return int((blocks + min(read, 2)) * weight.nbytes)
 
 
 def _sums(weight: Tensor, out: Tensor) -> int:
