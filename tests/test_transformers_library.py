@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_memopt import measure_memory, optimize_memory
+from lightning_memopt import estimate_memory, measure_memory, optimize_memory
 from lightning_memopt.measuring import measuring_repeatedly
 from lightning_memopt.planning import MemoryBudgetError, applied_plan
 from tests.equality import Call, assert_optimized_equals_plain, call
@@ -125,3 +125,28 @@ def test_budgets_reach_what_a_level_reaches_and_are_kept(name: str) -> None:
     by_level = make().train()
     optimize_memory(by_level, example_forward=forward, level=1)
     assert least <= _peak_bytes(by_level, example)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])
+def test_estimates_are_what_a_step_takes(name: str) -> None:
+    make, batch = MODELS[name]
+    example = batch()
+    model = make().train()
+
+    def step() -> None:
+        loss = _loss(model, example)
+        model.zero_grad()
+        loss.backward()
+
+    step()
+    measured = measure_memory(step, model=model, batch=example.kwargs)
+    estimated = estimate_memory(model, example.kwargs, loss=lambda m, b: m(**b).loss, device="cpu")
+    assert measured.breakdown is not None
+    known = measured.peak_bytes - measured.breakdown.peak.other
+    assert estimated.peak_bytes == pytest.approx(known, rel=0.01)
+
+
+def test_an_estimate_says_which_operation_does_not_run_without_values() -> None:
+    make, batch = MODELS["mixtral"]
+    with pytest.raises(ValueError, match=r"refuses its tensors .*mat_a.* measure_memory"):
+        estimate_memory(make().train(), batch().kwargs, loss=lambda m, b: m(**b).loss, device="cpu")

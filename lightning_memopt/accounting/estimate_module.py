@@ -26,6 +26,7 @@ import copy
 import dataclasses
 import logging
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ def estimate_module(
     Raises:
         TypeError: ``module`` is no module and makes none, or ``optimizer`` is none of what is accepted.
         ValueError: the precision or the device is unknown, there is nothing to differentiate, the step needs values
-            that fake tensors do not have, or an attribute of the module cannot be copied.
+            that fake tensors do not have or operations that refuse them, or an attribute of the module cannot be copied.
         TimeoutError: ``time_limit_s`` was too short.
 
     Example:
@@ -165,7 +166,13 @@ def estimate_module(
             report = measure_memory(step, device=fakes_on, model=made, optimizer=optimizers, batch=_tensors(batch))
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
             if not _asks_for_values(error):
-                raise
+                if not _refused_by_shapes(error):
+                    raise
+                raise ValueError(
+                    f"An operation of the step refuses its tensors by torch's rules for those without values ({error}). "
+                    "If the step runs on real ones, measure it with measure_memory(step, model=...), or estimate it "
+                    "in another precision."
+                ) from error
             raise ValueError(
                 f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
                 "`loss` function that does not, or measure a real step with measure_memory(step, model=...)."
@@ -303,6 +310,12 @@ def _asks_for_values(error: Exception) -> bool:
     # For .numpy() torch has no exception of its own.
     of_fakes = (DataDependentOutputException, DynamicOutputShapeException)
     return isinstance(error, of_fakes) or ".numpy()" in str(error)
+
+
+def _refused_by_shapes(error: Exception) -> bool:
+    """Whether torch's rules for shapes raised it: some are stricter than the kernels."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename.endswith("_meta_registrations.py") for frame, _ in frames)
 
 
 @contextlib.contextmanager
