@@ -108,7 +108,8 @@ def estimate_module(
     Raises:
         TypeError: ``module`` is no module and makes none, or ``optimizer`` is none of what is accepted.
         ValueError: the precision or the device is unknown, there is nothing to differentiate, the step needs values
-            that fake tensors do not have or operations that refuse them, or an attribute of the module cannot be copied.
+            that fake tensors do not have or operations that refuse them, or an attribute of the module cannot be
+            copied.
         TimeoutError: ``time_limit_s`` was too short.
 
     Example:
@@ -169,9 +170,9 @@ def estimate_module(
                 if not _refused_by_shapes(error):
                     raise
                 raise ValueError(
-                    f"An operation of the step refuses its tensors by torch's rules for those without values ({error}). "
-                    "If the step runs on real ones, measure it with measure_memory(step, model=...), or estimate it "
-                    "in another precision."
+                    "An operation of the step refuses its tensors by torch's rules for those without values "
+                    f"({error}). If the step runs on real ones, measure it with measure_memory(step, model=...), or "
+                    "estimate it in another precision."
                 ) from error
             raise ValueError(
                 f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
