@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from lightning_memopt.accounting import (
 )
 from lightning_memopt.accounting.estimate import Training, estimate_transformer
 from lightning_memopt.accounting.estimate_module import estimate_module
+from lightning_memopt.accounting.suggest import checkpoint_blocks
 from lightning_memopt.accounting.transformer import buffer_bytes, precision_of, training_tape
 from lightning_memopt.cli import main
 from lightning_memopt.measuring import mark_memory, measure_memory
@@ -303,6 +305,38 @@ def test_a_suggestion_saves_what_its_estimate_says(name: str) -> None:
     sharded = estimate_memory(model, **settings, strategy="fsdp_full_shard")
     assert found["strategy='fsdp_full_shard'"].peak_bytes == sharded.peak_bytes
     assert ("attention='sdpa'" in found) == (model.attention == "eager")
+
+
+def test_suggestions_for_a_module_are_what_the_changed_step_takes() -> None:
+    layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model, batch = nn.Sequential(*layers), torch.randn(512, 64)
+
+    def measured(**changed: Any) -> int:
+        twin = copy.deepcopy(model)
+        changed.get("treat", id)(twin)
+        optimizer = torch.optim.AdamW(twin.parameters())
+
+        def step() -> None:
+            loss = twin(batch).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        step()
+        breakdown = measure_memory(step, model=twin, optimizer=optimizer, batch=[batch]).breakdown
+        assert breakdown is not None
+        return breakdown.peak.total_bytes - breakdown.peak.other
+
+    found = {each.change: each for each in suggest(model, batch, optimizer=torch.optim.AdamW, device="cpu")}
+    assert next(iter(found)) == "MemoryOptimization()"
+    recomputed = found["MemoryOptimization()"]
+    assert recomputed.peak_bytes == pytest.approx(measured(treat=checkpoint_blocks), rel=0.02)
+    assert recomputed.saves_bytes == pytest.approx(measured() - recomputed.peak_bytes, rel=0.05)
+    state = sum(parameter.numel() for parameter in model.parameters()) * 4
+    assert found["optimizer='Lion'"].saves_bytes == pytest.approx(state, rel=0.01)
+    assert {each.price for each in found.values()} == {"time", "accuracy"}
+    done = suggest(model, batch, precision="bf16-true", treat=checkpoint_blocks, device="cpu")
+    assert not any("precision" in each.change or "check" in each.change for each in done)
 
 
 def test_nothing_is_suggested_that_does_not_work_or_is_done() -> None:

@@ -8,21 +8,33 @@ rounding comes first, then what costs time, then what changes the training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
-from lightning_memopt.accounting.estimate import FUSED, Training, estimate_transformer
-from lightning_memopt.accounting.optimizers import optimizer_row
+from lightning_memopt.accounting.estimate import FUSED, Training, estimate_memory, estimate_transformer
+from lightning_memopt.accounting.optimizers import optimizer_row, optimizer_state_bytes
 from lightning_memopt.accounting.transformer import Transformer, precision_of
+from lightning_memopt.checkpointing import checkpoint_module
+from lightning_memopt.checkpointing.region import Treatment
 from lightning_memopt.measuring.amounts import format_bytes
+from lightning_memopt.measuring.consumers import MemoryEstimate
+from lightning_memopt.observing.regions import find_targets
 
-__all__ = ["Price", "Suggestion", "suggest", "suggestion_table"]
+__all__ = ["Price", "Suggestion", "checkpoint_blocks", "suggest", "suggestion_table"]
 
 Price = Literal["nothing", "time", "accuracy"]
+_Change = tuple[str, Price, Callable[[], int], str]
+"""Its words, its price, what gives the peak with it, and its caveat."""
+_MIXED = "products in 16 bits, weights stay in 32; faster"
+_TRUE = "weights and states in 16 bits: updates below 1/256 of a weight are lost; faster"
+_SMALLER_STATES = ("bitsandbytes.AdamW8bit", "torchao.AdamW8bit", "Lion", "torchao.AdamW4bit", "Adafactor")
 _GIB = 2**30
 
 
@@ -49,41 +61,59 @@ class Suggestion:
         return {**asdict(self), "saves_gib": round(self.saves_bytes / _GIB, 3)}
 
 
-def suggest(model: Transformer, **settings: Any) -> tuple[Suggestion, ...]:
+def suggest(model: Any, example: Any = None, **settings: Any) -> tuple[Suggestion, ...]:
     """Return what would lower the peak of a training, the cheapest first.
 
     Args:
-        model: the transformer and its batch, in numbers.
+        model: a transformer and its batch, in numbers; or any module or ``LightningModule``.
+        example: with a module: one batch.
         settings: how it is trained now, as :func:`estimate_memory` takes it.
 
     Returns:
         One suggestion per change that saves anything, each estimated alone: first those that cost nothing, then those
-        that cost time, then those that change the training; of the same price, the one that saves most first.
+        that cost time, then those that change the training; of the same price, the one that saves most first. Of a
+        module: recomputation of its blocks, precision, and optimizers with less state, which come from the table of
+        optimizers and not from a step of theirs.
 
     Raises:
         TypeError: ``model`` is something else, or a setting is unknown.
-        ValueError: a value is unknown; the message lists what is accepted.
+        ValueError: a value is unknown (the message lists what is accepted), or a module without an example.
 
     Example:
         >>> from lightning_memopt.accounting.transformer import TRANSFORMERS
         >>> found = suggest(TRANSFORMERS["llama-2-7b"], precision="bf16-mixed")
         >>> [(each.change, each.price, round(each.saves_bytes / 2**30)) for each in found][:2]
         [("checkpointing='recompute'", 'time', 16), ("checkpointing='recompute_cheap'", 'time', 7)]
+        >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4), num_layers=6)
+        >>> found = suggest(layers, torch.empty(128, 32, 64), optimizer=torch.optim.AdamW, device="cpu")
+        >>> found[0].change, found[0].price
+        ('MemoryOptimization()', 'time')
     """
-    if not isinstance(model, Transformer):
-        raise TypeError(f"suggest() takes a lightning_memopt.accounting.Transformer, got {type(model).__name__}")
-    training = Training(**settings)
-    now = estimate_transformer(model, training).peak_bytes
+    now = estimate_memory(model, example, **settings)
+    if isinstance(model, Transformer):
+        changes = _changes(model, Training(**settings))
+    else:
+        changes = _changes_of_module(model, example, settings, now)
     found = []
-    for change, price, other, trained, caveat in _changes(model, training):
+    for change, price, peak_with_it, caveat in changes:
         try:
-            peak = estimate_transformer(other, trained).peak_bytes
+            peak = peak_with_it()
         except ValueError:  # these sizes cannot be had that way
             continue
-        if peak < now:
-            found.append(Suggestion(change, price, now - peak, peak, caveat))
+        if peak < now.peak_bytes:
+            found.append(Suggestion(change, price, now.peak_bytes - peak, peak, caveat))
     order: dict[Price, int] = {"nothing": 0, "time": 1, "accuracy": 2}
     return tuple(sorted(found, key=lambda suggestion: (order[suggestion.price], -suggestion.saves_bytes)))
+
+
+def checkpoint_blocks(model: nn.Module, treatment: Treatment = "recompute") -> None:
+    """Checkpoint the repeated blocks of ``model``, in place.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for region in find_targets(model).regions:
+        checkpoint_module(region.module, treatment=treatment)
 
 
 def suggestion_table(suggestions: Sequence[Suggestion]) -> Table:
@@ -101,7 +131,46 @@ def suggestion_table(suggestions: Sequence[Suggestion]) -> Table:
     return table
 
 
-def _changes(model: Transformer, training: Training) -> Iterator[tuple[str, Price, Transformer, Training, str]]:
+def _changes_of_module(
+    module: Any, example: Any, settings: Mapping[str, Any], now: MemoryEstimate
+) -> Iterator[_Change]:
+    def peak(**changed: Any) -> int:
+        return estimate_memory(module, example, **{**settings, **changed}).peak_bytes
+
+    if settings.get("treat") is None:
+        caveat = "one more forward pass of each repeated block; same gradients"
+        yield "MemoryOptimization()", "time", partial(peak, treat=checkpoint_blocks), caveat
+        cheap = partial(peak, treat=partial(checkpoint_blocks, treatment="recompute_cheap"))
+        caveat = "on each repeated block: no product runs again; same gradients"
+        yield "checkpoint_module(block, treatment='recompute_cheap')", "time", cheap, caveat
+
+    precision = precision_of(settings.get("precision", "32-true"))
+    if precision.name == "32-true":
+        yield "precision='bf16-mixed'", "accuracy", partial(peak, precision="bf16-mixed"), _MIXED
+    if precision.parameter == 4:
+        yield "precision='bf16-true'", "accuracy", partial(peak, precision="bf16-true"), _TRUE
+    state = now.peak.optimizer_state
+    if not state or not isinstance(module, nn.Module):
+        return
+    shapes = [tuple(parameter.shape) for parameter in module.parameters() if parameter.requires_grad]
+    dtype = torch.float32 if precision.parameter == 4 else torch.bfloat16
+    for name in _SMALLER_STATES:
+        less = optimizer_state_bytes(name, shapes, dtype) - state
+        yield f"optimizer={name!r}", "accuracy", partial(int, now.peak_bytes + less), optimizer_row(name).caveat
+
+
+def _changes(model: Transformer, training: Training) -> Iterator[_Change]:
+    for change, price, other, trained, caveat in _changes_of_description(model, training):
+
+        def peak(other: Transformer = other, trained: Training = trained) -> int:
+            return estimate_transformer(other, trained).peak_bytes
+
+        yield change, price, peak, caveat
+
+
+def _changes_of_description(
+    model: Transformer, training: Training
+) -> Iterator[tuple[str, Price, Transformer, Training, str]]:
     """Each change: its words, its price, the model and training it leads to, and its caveat."""
     precision = precision_of(training.precision)
     sharded = training.strategy.startswith("fsdp")
@@ -149,13 +218,12 @@ def _changes(model: Transformer, training: Training) -> Iterator[tuple[str, Pric
 
     if precision.name == "32-true":
         mixed = replace(training, precision="bf16-mixed")
-        yield "precision='bf16-mixed'", "accuracy", model, mixed, "products in 16 bits, weights stay in 32; faster"
+        yield "precision='bf16-mixed'", "accuracy", model, mixed, _MIXED
     if precision.parameter == 4:
         true = replace(training, precision="bf16-true")
-        caveat = "weights and states in 16 bits: updates below 1/256 of a weight are lost; faster"
-        yield "precision='bf16-true'", "accuracy", model, true, caveat
+        yield "precision='bf16-true'", "accuracy", model, true, _TRUE
     current = optimizer_row(training.optimizer).name
-    for name in ("bitsandbytes.AdamW8bit", "torchao.AdamW8bit", "Lion", "torchao.AdamW4bit", "Adafactor"):
+    for name in _SMALLER_STATES:
         row = optimizer_row(name)
         if name == current or (sharded and row.library == "bitsandbytes"):
             continue

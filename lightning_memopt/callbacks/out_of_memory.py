@@ -255,8 +255,10 @@ def _peak_recomputed(
 
     The step of the optimizers is the same as in ``estimate``, so it is not run again.
     """
+    from lightning_memopt.accounting.suggest import checkpoint_blocks
+
     try:
-        recomputed = _estimate(trainer, model, batch, deadline, optimizer=[], treat=_checkpoint_blocks)
+        recomputed = _estimate(trainer, model, batch, deadline, optimizer=[], treat=checkpoint_blocks)
     except Exception:  # of the advice, not of the report
         return None
     if trainer.accumulate_grad_batches > 1:
@@ -390,14 +392,6 @@ def _fits(peak: int, limit: int | None) -> str:
     if limit is None:
         return ""
     return ", which fits" if peak <= limit else ", which does not fit by itself"
-
-
-def _checkpoint_blocks(model: nn.Module) -> None:
-    from lightning_memopt.checkpointing import checkpoint_module
-    from lightning_memopt.observing.regions import find_targets
-
-    for region in find_targets(model).regions:
-        checkpoint_module(region.module)
 
 
 def _samples(batch: Any) -> int:
