@@ -299,6 +299,13 @@ class TestPacking:
 
         assert self.compressed(step)[0] is None
 
+    def test_nothing_is_said_of_spikes_where_there_are_none(self) -> None:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+        optimize_memory(model, example_forward=lambda m: m(torch.rand(4, 8)), level=1)
+        plan = applied_plan(model)
+        assert plan is not None
+        assert {region.reason for region in plan.regions} == {"can be recomputed from its inputs"}
+
     @pytest.mark.parametrize("value", [2.0, 0.5, -1.0, float("nan"), 256.0])
     def test_a_single_value_that_is_no_spike_is_seen(self, value: float) -> None:
         batch = spikes()

@@ -69,6 +69,14 @@ class TestWithoutTargets:
         model = nn.Sequential(linear_relu(4, 8, 8), linear_relu(8, 8, 8), nn.Linear(8, 2))
         assert paths(model) == ["0", "1"]
 
+    def test_layers_that_a_library_runs_over_time_and_their_neuron_are_a_block(self) -> None:
+        def block(inputs: int) -> nn.Sequential:
+            over_time = layer.SeqToANNContainer(nn.Conv2d(inputs, 8, 3), nn.BatchNorm2d(8))
+            return nn.Sequential(over_time, neuron.LIFNode(step_mode="m"))
+
+        model = Wrapper(blocks=nn.Sequential(block(3), block(8), block(8)), head=nn.Linear(8, 10))
+        assert paths(model) == ["blocks.0", "blocks.1", "blocks.2"]
+
     def test_sequences_of_different_layers_are_no_repetition(self) -> None:
         features = nn.Sequential(nn.Conv2d(1, 4, 3), neuron.IFNode(), nn.Conv2d(4, 4, 3), neuron.IFNode())
         model = Wrapper(features=features, classifier=nn.Sequential(nn.Linear(4, 4), neuron.IFNode()))

@@ -267,8 +267,15 @@ def _is_sequence_of_layers(module: nn.Module) -> bool:
         _is_container(module)
         and isinstance(module, nn.Sequential)
         and len(module) > 1
-        and all(_is_layer(child) and not _is_container(child) for child in module.children())
+        and all(_is_layer_or_wrapped_layers(child) for child in module.children())
     )
+
+
+def _is_layer_or_wrapped_layers(module: nn.Module) -> bool:
+    """One layer, or a few in a sequence with a forward of its own, as libraries have to run layers over time."""
+    if _is_container(module):
+        return False
+    return _is_layer(module) or (isinstance(module, nn.Sequential) and all(map(_is_layer, module.children())))
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:

@@ -15,9 +15,10 @@ again; three measured steps at most. What is taken was measured within the budge
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from lightning_memopt.planning.by_budget import ModelSteps, Seen
 from lightning_memopt.planning.optimize import apply_on_all
 from lightning_memopt.planning.plan import left_to_check
 from lightning_memopt.planning.request import CanChunk, ExampleForward, Progress, Request, check, device_of
-from lightning_memopt.planning.simulate import Correction
+from lightning_memopt.planning.simulate import Correction, storage_bytes
 from lightning_memopt.planning.solve import Solution, solve
 from lightning_memopt.planning.within_budget import MOST_STEPS, MeasuredPlan, MemoryBudgetError, choices_of, refusal
 
@@ -213,8 +214,11 @@ class _Search:
         self._forward_of = forward_of
         self._ranks = ranks
         self._seen: dict[int, Seen] = {}
-        self._too_large = largest + 1
+        self._ran_out = largest + 1
+        """No size from this one on can be observed: memory runs out, or it is more than was asked for."""
+        self._largest = largest
         self._correction = Correction()
+        self._solutions: dict[int, Solution] = {}
 
     def run(self, start: int) -> _Found:
         """The largest size that is measured within the budget.
@@ -222,14 +226,15 @@ class _Search:
         Raises:
             MemoryBudgetError: there is none.
         """
-        size = self._observe_small(start)
+        self._observe_small(start)
+        size = 0
         found: _Found | None = None
         tried: list[MeasuredPlan] = []
         for _ in range(MOST_STEPS):
-            fitting = self._largest_that_should_fit(size, found)
-            if fitting is None:
+            size = self._largest_that_fits(0 if found is None else found.size)
+            if found is not None and size <= found.size:
                 break
-            size, seen, solution = fitting
+            seen, solution = self._seen[size], self._solution(size)
             forward = self._forward(size)
             profiles = self._steps.measure(forward, seen.step, choices_of(seen.step.costs, solution.assignment))
             best = MeasuredPlan(solution, largest_peak(profiles))
@@ -237,6 +242,7 @@ class _Search:
             if best.within(seen.allowed_bytes):
                 found = _Found(size, seen, best, profiles)
             self._correction = best.correction(seen.allowed_bytes)
+            self._solutions.clear()
         if found is None:
             raise self._refusal(size, tried)
         return found
@@ -244,86 +250,90 @@ class _Search:
     def _forward(self, size: int) -> ExampleForward:
         return self._ranks.attempt("making a batch", lambda: self._forward_of(size))
 
-    def _observe(self, size: int) -> Seen | None:
-        """The costs at a batch size; None if memory ran out on one of the ranks."""
+    def _observe(self, size: int) -> bool:
+        """Observe the costs at a batch size; False if memory ran out on one of the ranks."""
         if size not in self._seen:
             seen = self._steps.observe_if_possible(self._forward(size))
             if seen is None:
-                return None
+                self._ran_out = min(self._ran_out, size)
+                return False
             self._seen[size] = seen
-        return self._seen[size]
+        return True
 
-    def _observe_small(self, start: int) -> int:
-        """Two small sizes, from which all others are predicted; one if there is but one. Returns the larger one."""
+    def _observe_small(self, start: int) -> None:
+        """Two small sizes, from which all others are predicted; one if there is but one."""
         size = start
-        while self._observe(size) is None:
-            self._too_large = size
+        while not self._observe(size):
             if size == 1:
                 raise self._nothing_fits()
             size //= 2
-        if 2 * size < self._too_large and self._observe(2 * size) is None:
-            self._too_large = 2 * size
+        if 2 * size < self._ran_out:
+            self._observe(2 * size)
         if len(self._seen) == 1 and size > 1:
             self._observe(size // 2)
-        return max(self._seen)
 
-    def _largest_that_should_fit(self, near: int, found: _Found | None) -> tuple[int, Seen, Solution] | None:
-        """The largest size that fits as it was observed itself, with its fastest plan; None if none is larger than
-        what was found.
+    def _solution(self, size: int) -> Solution:
+        """The fastest plan at a size that was observed; the one with the least peak if none fits."""
+        if size not in self._solutions:
+            seen = self._seen[size]
+            self._solutions[size] = solve(seen.step.costs, seen.allowed_bytes, self._correction)
+        return self._solutions[size]
+
+    def _largest_that_fits(self, least: int) -> int:
+        """The largest size that fits as it was observed itself.
+
+        Args:
+            least: a size that was measured within the budget; 0 if there is none.
 
         Raises:
             MemoryBudgetError: not even one sample fits.
         """
-        least = 0 if found is None else found.size
-        while True:
-            size = self._largest_predicted(near, least)
-            if size <= least and found is not None:
-                return None
-            near = self._observe_up_to(max(size, 1))
-            if near == 0:
+        for number in itertools.count():
+            low = max([least, *(size for size in self._seen if self._solution(size).fits)])
+            high = min([max(self._ran_out, low + 1), *(size for size in self._seen if size > low)])
+            if high == 1:
                 raise self._nothing_fits()
-            if found is not None and near <= least:
-                return None
-            seen = self._seen[near]
-            solution = solve(seen.step.costs, seen.allowed_bytes, self._correction)
-            if solution.fits:
-                return near, seen, solution
-            if near == 1:
-                raise self._nothing_fits()
-            self._too_large = near
+            close = max(1, low // 100)
+            size = self._predicted(low, high, close if number else 1)
+            if low and (high - low <= close or size == low):
+                return low
+            # Where lines mislead again and again, as on stairs, the bracket is halved; sizes differ by factors. The size
+            # for which memory ran out says nothing of the next smaller one.
+            no_line = high not in self._seen and high <= self._largest and size == high - 1
+            if no_line or (number % 3 == 2 and high in self._seen):
+                size = min(math.isqrt(max(low, 1) * high), high - 1)
+            self._observe(max(size, low + 1))
+        raise AssertionError("Every round narrows the bracket.")
 
-    def _observe_up_to(self, size: int) -> int:
-        """Observe ``size``, or where memory runs out the largest smaller one, to within 1 %, for which it does not.
+    def _predicted(self, low: int, high: int, close: int) -> int:
+        """The size between ``low``, which fits, and ``high``, which does not, up to which sizes are predicted to fit.
 
-        Returns:
-            The size that was observed; 0 if memory runs out for a batch of one sample.
+        It is ``low`` where no line predicts a size that is larger by ``close`` or more.
         """
-        if self._observe(size) is not None:
-            return size
-        self._too_large = size
-        fits = max((seen for seen in self._seen if seen < size), default=0)
-        while self._too_large - fits > max(1, fits // 100):
-            # Sizes differ by factors: halve the factor between the two.
-            middle = max(fits + 1, math.isqrt(max(fits, 1) * self._too_large))
-            if self._observe(middle) is None:
-                self._too_large = middle
-            else:
-                fits = middle
-        return fits
+        # The anchor is well apart: on stairs, two neighbours have the same bytes, or those of a whole stair more.
+        apart = [size for size in self._seen if size <= 0.8 * low]
+        below = max(apart) if apart else min(self._seen)
+        pairs = [{below, low}] if low else [set(sorted(self._seen)[:2])]
+        if low and high in self._seen:
+            pairs.insert(0, {low, high})
+        for pair in pairs:
+            size = self._on_line(pair, low, high)
+            if size - low >= close:
+                return size
+        return low
 
-    def _largest_predicted(self, near: int, least: int) -> int:
-        """The largest size above ``least`` that is predicted to fit, from what was observed nearest to ``near``."""
-        by_distance = sorted(self._seen, key=lambda size: abs(math.log(size / near)))
-        small, large = sorted(by_distance[:2])[0], sorted(by_distance[:2])[-1]
-        steps = {size: self._seen[size].step.costs for size in (small, large)}
-        allowed = self._seen[large].allowed_bytes
+    def _on_line(self, pair: Collection[int], low: int, high: int) -> int:
+        """The largest size from ``low`` on and below ``high`` that is predicted to fit, from two observed ones."""
+        steps = {size: self._seen[size].step.costs for size in pair}
+        allowed = self._seen[max(pair)].allowed_bytes
+        end = high
+        if max(pair) == low and low > 1 and not _grows(steps):
+            end = min(high, 2 * low + 1)  # nothing can be said of much larger ones
 
         def exceeds(size: int) -> bool:
-            costs = self._seen[size].step.costs if size in self._seen else costs_at(size, steps)
-            return solve(costs, allowed, self._correction).simulated.peak_bytes > allowed
+            return not solve(costs_at(size, steps), allowed, self._correction).fits
 
-        sizes = range(least + 1, self._too_large)
-        return least + bisect.bisect_left(sizes, True, key=exceeds)
+        return low + bisect.bisect_left(range(low + 1, end), True, key=exceeds)
 
     def _nothing_fits(self) -> MemoryBudgetError:
         if 1 not in self._seen:
@@ -371,6 +381,12 @@ def costs_at(size: int, steps: Mapping[int, StepCosts]) -> StepCosts:
     """
     small, large = min(steps), max(steps)
     return _Lines(small, large, size).step(steps[small] if small != large else None, steps[large])
+
+
+def _grows(steps: Mapping[int, StepCosts]) -> bool:
+    """Whether a step of the larger size holds more; True if there is but one size."""
+    held = [sum(storage_bytes(steps[size]).values()) for size in (min(steps), max(steps))]
+    return len(steps) == 1 or held[0] < held[1]
 
 
 _Costs = TypeVar("_Costs", StepCosts, RegionCosts, ChoiceCost)

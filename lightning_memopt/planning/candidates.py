@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_memopt.checkpointing import BitSpikeCompressor, RegionConfig
 from lightning_memopt.observing.observe import ArgName, RegionObservation, SeenInput
-from lightning_memopt.observing.regions import Region
+from lightning_memopt.observing.regions import Region, is_neuron
 from lightning_memopt.observing.treatable import treated_before, trouble_with, worth_packing
 from lightning_memopt.planning.plan import Budget
 
@@ -112,12 +112,13 @@ def _candidate(region: Region, seen: RegionObservation, treated: Mapping[int, st
         compressed_args=packed or None,
         name=region.path,
     )
-    return Candidate(region, seen, config, _about_inputs(seen, compress=compress))
+    spiking = any(map(is_neuron, region.module.modules())) or any(item.binary and item.any_one for item in seen.inputs)
+    return Candidate(region, seen, config, _about_inputs(seen, spiking=spiking and compress))
 
 
-def _about_inputs(seen: RegionObservation, *, compress: bool) -> str:
+def _about_inputs(seen: RegionObservation, *, spiking: bool) -> str:
     parts = [f"{seen.calls} calls"] if seen.calls > 1 else []
-    if compress:
+    if spiking:
         for item in seen.inputs:
             name = "input" if len(seen.inputs) == 1 else _called(item.name)
             if item.standing:

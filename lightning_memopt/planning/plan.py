@@ -388,11 +388,15 @@ class Plan:
         return title if self.peak_bytes_after is None else f"{title}: {self._peaks()}"
 
     def _against_budget(self) -> str:
-        """``peak 23.3 MiB and 6.6 MiB for the optimizer, 99.6% of the budget of 30.0 MiB``."""
+        """``peak 23.3 MiB and 6.6 MiB reserved for optimizer states and the like, 99.6% of the budget of 30.0 MiB``."""
         assert self.memory_budget is not None
         assert self.peak_bytes_after is not None
         used = (self.peak_bytes_after + self.reserved_bytes) / self.memory_budget
-        reserved = f" and {in_mib(self.reserved_bytes)} MiB for the optimizer" if self.reserved_bytes else ""
+        reserved = (
+            f" and {in_mib(self.reserved_bytes)} MiB reserved for optimizer states and the like"
+            if self.reserved_bytes
+            else ""
+        )
         peak = f"peak {in_mib(self.peak_bytes_after)} MiB{reserved}"
         return f"{peak}, {used:.1%} of the budget of {in_mib(self.memory_budget)} MiB"
 

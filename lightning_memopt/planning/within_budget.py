@@ -5,9 +5,10 @@ The plan for a budget, made sure of
 The simulated peak of a plan is close to the real one, not equal to it. So the plan that the solver finds is measured in
 a real step before anybody trains with it. What the step took more or less than predicted is added to the model of
 memory, and the solver is asked again: a plan above the budget is replaced by one that should be below, and a plan well
-below it by a faster one. Three measured steps at most; where the first two were above the budget, the third is the plan
-with the least peak. The fastest plan that was measured within the budget is taken, and where there is none the budget
-is refused with the smallest peak that was measured and what holds it: a budget of so many bytes can be kept.
+below it by a faster one. Three measured steps at most; where the first two were above the budget, the third is aimed
+well below it, and is the plan with the least peak where that is near. The fastest plan that was measured within the
+budget is taken, and where there is none the budget is refused with the smallest peak that was measured and what holds
+it: a budget of so many bytes can be kept.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _CLOSE = 0.02
 _UNSURE = 1e-4
 # Where memory ran out, nobody knows how much was missing: so much more than the budget is assumed.
 _OUT_OF_MEMORY = 1.1
+# The last plan that is measured has to fit: it is aimed below the budget by so many times what the others were above
+# it, and by this share of the budget at least.
+_EXCESSES, _LEAST_MARGIN = 4, 0.05
 # A tenth of a MiB: sizes in messages have one decimal.
 _TENTH = 2**20 / 10
 # Holders that a refusal names.
@@ -103,8 +107,9 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
     best: MeasuredPlan | None = None
     for number in range(MOST_STEPS):
         unsure = 0 if steps else int(_UNSURE * allowed)
-        last_chance = best is None and number == MOST_STEPS - 1
-        solution = solve(costs, 0 if last_chance else allowed + unsure, correction)
+        if best is None and number == MOST_STEPS - 1:  # the last one has to fit
+            unsure = -_margin(steps, allowed)
+        solution = solve(costs, allowed + unsure, correction)
         if any(solution.assignment == step.solution.assignment for step in steps):
             break
         if best is not None and not (solution.fits and solution.simulated.extra < best.solution.simulated.extra):
@@ -119,6 +124,15 @@ def plan_within(costs: StepCosts, budget_bytes: int, measure: Measure, *, reserv
     if best is None:
         raise refusal(costs, budget_bytes, reserved_bytes, steps, correction)
     return WithinBudget(best, tuple(steps))
+
+
+def _margin(steps: list[MeasuredPlan], allowed: int) -> int:
+    """How far below the budget the last plan is aimed, after steps that were above it."""
+    peaks = [step.peak_bytes for step in steps]
+    if None in peaks:
+        return allowed
+    largest = max(peak for peak in peaks if peak is not None)
+    return max(_EXCESSES * (largest - allowed), int(_LEAST_MARGIN * allowed))
 
 
 def choices_of(costs: StepCosts, assignment: Assignment) -> dict[str, Choice]:
@@ -155,16 +169,14 @@ def refusal(
         least_bytes = max(least.peak_bytes, budget_bytes - reserved_bytes + 1)
     least_bytes += reserved_bytes
     how = "measured" if measured else "predicted"
-    reserved = f"{format_bytes(reserved_bytes)} for what optimizers will hold and what is reserved, " * bool(
-        reserved_bytes
-    )
+    reserved = f"reserved for optimizer states and the like: {format_bytes(reserved_bytes)}; " if reserved_bytes else ""
     at_least = f"{math.ceil(least_bytes / _TENTH) / 10:.1f} MiB"
     no_smaller = smallest_batch or least.peak.kind == "optimizer"
     of_one = " of a batch of one sample" if smallest_batch else ""
     return MemoryBudgetError(
         f"No plan keeps a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that any plan "
-        f"has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.peak}, where these are "
-        f"alive: {reserved}"
+        f"of the observed regions has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.peak}, "
+        f"where these are alive: {reserved}"
         f"{_said(least)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
         least_bytes,
     )
@@ -172,6 +184,6 @@ def refusal(
 
 def _said(simulated: Simulated) -> str:
     named = simulated.at_peak[:_NAMED]
-    words = [f"{holder.name} {format_bytes(holder.bytes)}" for holder in named]
+    words = [f"{holder.name}: {format_bytes(holder.bytes)}" for holder in named]
     rest = sum(holder.bytes for holder in simulated.at_peak[_NAMED:])
-    return ", ".join([*words, f"all else {format_bytes(rest)}"] if rest > 0 else words)
+    return "; ".join([*words, f"all else: {format_bytes(rest)}"] if rest > 0 else words)
