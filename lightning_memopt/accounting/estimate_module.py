@@ -54,7 +54,7 @@ from lightning_memopt.accounting.transformer import Precision, precision_of
 from lightning_memopt.measuring import measure_memory
 from lightning_memopt.measuring.attribution import held_tensors
 from lightning_memopt.measuring.consumers import MemoryEstimate
-from lightning_memopt.measuring.optimizer_state import clone_of, take_all_at_once
+from lightning_memopt.measuring.optimizer_state import clone_of, rehearse_step, take_all_at_once
 from lightning_memopt.measuring.workspaces import recurrent_buffer_bytes, without_workspaces
 
 __all__ = ["estimate_module", "fake_copy"]
@@ -414,14 +414,14 @@ def _optimizers(given: Any, made: nn.Module, originals: Mapping[int, Any], *, fo
     if given is None:
         configured = made.configure_optimizers() if _is_lightning(made) else None  # type: ignore[operator]
         optimizers = [leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer)]
-    elif isinstance(given, (Optimizer, Sequence)):
+    elif isinstance(given, (Optimizer, Sequence)) and not isinstance(given, str):
         optimizers = [_on_fakes(each, originals) for each in ([given] if isinstance(given, Optimizer) else given)]
     elif callable(given):
         optimizers = [_made_for([p for p in made.parameters() if p.requires_grad], given)]
     else:
         raise TypeError(
-            "`optimizer` takes a torch.optim.Optimizer, a list of them, or a function of the parameters that makes "
-            f"one; got {given!r}"
+            "`optimizer` of a module takes a torch.optim.Optimizer, a list of them, or a function of the parameters "
+            f"that makes one; got {given!r}"
         )
     for optimizer in optimizers if foreach else ():
         take_all_at_once(optimizer)
@@ -492,7 +492,7 @@ def _rehearse(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _step(optimizers: Iterable[Optimizer]) -> None:
     with _AnyValue():  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
-            optimizer.step()
+            rehearse_step(optimizer)
 
 
 def _differentiable(value: object) -> Tensor:
