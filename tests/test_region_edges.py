@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import random
 import threading
 import types
@@ -15,7 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.checkpointing import BitSpikeCompressor, checkpoint, checkpoint_module, is_checkpointed
+from lightning_memopt.checkpointing import (
+    BitSpikeCompressor,
+    checkpoint,
+    checkpoint_module,
+    is_checkpointed,
+    learn_parameters,
+    restore_snapshot,
+    take_snapshot,
+)
 from tests.equality import assert_optimized_equals_plain, assert_same_tree, call, state_of
 from tests.zoo import C, N, Net, T
 
@@ -101,6 +110,24 @@ class CodebookInPlace(CodebookAsParameter):
         return h * (1 + self.code.clone())
 
 
+class CodebookThroughData(CodebookAsParameter):
+    def between(self, h: Tensor) -> Tensor:
+        self.code.data.mul_(0.9).add_(h.detach().mean(0))
+        return h * (1 + self.code.clone())
+
+
+class CodebookDataReplaced(CodebookAsParameter):
+    def between(self, h: Tensor) -> Tensor:
+        self.code.data = self.code.data * 0.9 + h.detach().mean(0)
+        return h * (1 + self.code)
+
+
+class WeightThroughData(Block):
+    def between(self, h: Tensor) -> Tensor:
+        self.second.weight.data.mul_(0.9)
+        return h
+
+
 class SharedBuffer(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +174,39 @@ class Namespace(Block):
         return h * self.ns.value * len(self.log)
 
 
+class InATuple(Block):
+    """A list, a dict and a tensor that a tuple holds, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = (torch.zeros(C), [0.0, torch.zeros(C)], ({"calls": 0.0},))
+
+    def between(self, h: Tensor) -> Tensor:
+        mean, log, (counts,) = self.held
+        mean.mul_(0.9).add_(h.detach().mean(0))
+        log[0] += 1.0
+        log[1] = log[1] + 0.5
+        counts["calls"] += 2.0
+        return h * (mean.clone() + log[0] + log[1] + counts["calls"])
+
+
+class TupleReplacedAndChanged(Block):
+    """As the hidden state of an LSTM: replaced at each call, and in some changed in place before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = (torch.zeros(C), torch.ones(C))
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.state[0].add_(1.0)
+        v, c = self.state
+        self.state = (v * 0.5 + h.detach().mean(0), c)
+        return h * (1 + self.state[0]) * c
+
+
 class SmallStateResetInPlace(Block):
     """Replaced at each call, and in some calls changed in place before that."""
 
@@ -189,8 +249,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls
     for cls in (
         *(BornInTheCall, ClassDefault, BufferBornInTheCall, NormUnfrozenLate, LateWriteThroughData),
-        *(CodebookAsParameter, CodebookInPlace, SharedBuffer, OwnNumpyGenerator, CountsInACounter, Namespace),
-        *(SmallStateResetInPlace, GradientInside),
+        *(CodebookAsParameter, CodebookInPlace, CodebookThroughData, CodebookDataReplaced, WeightThroughData),
+        *(SharedBuffer, OwnNumpyGenerator, CountsInACounter, Namespace),
+        *(InATuple, TupleReplacedAndChanged, SmallStateResetInPlace, GradientInside),
     )
 }
 
@@ -203,6 +264,16 @@ def test_training_is_unchanged(kind: str) -> None:
         lambda: call(torch.randn(T * N, C, requires_grad=True)),
         steps=6,
     )
+
+
+@pytest.mark.parametrize("kind", [CodebookThroughData, CodebookDataReplaced, CodebookInPlace])
+def test_a_codebook_is_found_out_after_planning_as_well(kind: Callable[[], nn.Module]) -> None:
+    def treat(model: Any) -> None:
+        learn_parameters(model, [])
+        checkpoint_module(model.block)
+
+    batch = functools.partial(torch.randn, T * N, C, requires_grad=True)
+    assert_optimized_equals_plain(lambda: Net(kind()), treat, lambda: call(batch()), steps=3)
 
 
 def test_a_sparse_buffer_in_a_region_trains_as_without() -> None:
@@ -370,6 +441,103 @@ def test_an_object_passed_as_an_argument_steps_once() -> None:
         assert torch.equal(plain.first.weight.grad, treated.first.weight.grad)
     assert contexts[0].calls == contexts[1].calls == 3
     assert torch.equal(contexts[0].v, contexts[1].v)
+
+
+class Memory(dict[str, float]):
+    """Entries and attributes of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=0.0)
+        self.calls = 0.0
+
+
+def draw(generator: torch.Generator, h: Tensor) -> Tensor:
+    return torch.rand(h.shape, generator=generator)
+
+
+def count_in_an_array(array: np.ndarray[Any, Any], h: Tensor) -> Tensor:
+    array += 1
+    return h * float(array[0])
+
+
+def count_in_a_set(seen: set[int], h: Tensor) -> Tensor:
+    seen.add(len(seen))
+    return h * len(seen)
+
+
+def count_in_a_counter(counter: collections.Counter[str], h: Tensor) -> Tensor:
+    counter.update("a")
+    return h * counter["a"]
+
+
+def count_in_a_memory(memory: Memory, h: Tensor) -> Tensor:
+    memory["calls"] += 1.0
+    memory.calls += 2.0
+    return h * (memory["calls"] + memory.calls)
+
+
+class Takes(Block):
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+        h = self.first(x)
+        return self.second((h * self.use(given, h)).tanh())
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], Callable[[Any], Any]]] = {
+    "generator": (lambda: torch.Generator().manual_seed(3), draw, lambda generator: generator.get_state().tolist()),
+    "array": (lambda: np.zeros(2), count_in_an_array, lambda array: array.tolist()),
+    "set": (lambda: {7, 8}, count_in_a_set, lambda seen: seen),
+    "counter": (lambda: collections.Counter("ab"), count_in_a_counter, dict),
+    "subclass of dict": (Memory, count_in_a_memory, lambda memory: (dict(memory), memory.calls)),
+}
+
+
+@pytest.mark.parametrize("treatment", ["recompute", "pack", "recompute_cheap"])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_remembers_steps_once(kind: str, treatment: Any) -> None:
+    make, use, read = ARGUMENTS[kind]
+    torch.manual_seed(0)
+    plain = Takes(use)
+    treated = checkpoint_module(copy.deepcopy(plain), treatment=treatment)
+    given = [make(), make()]
+    for _ in range(3):
+        x = torch.randn(N, C)
+        for model, argument in zip((plain, treated), given, strict=True):
+            model.zero_grad()
+            model(x, argument).sum().backward()
+        assert_same_tree([p.grad for p in plain.parameters()], [p.grad for p in treated.parameters()])
+    assert read(given[0]) == read(given[1]) != read(make())
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_a_snapshot_takes_arguments_that_remember_back(kind: str) -> None:
+    make, use, read = ARGUMENTS[kind]
+    argument = make()
+    snapshot = take_snapshot(nn.Identity(), objects=[argument])
+    use(argument, torch.ones(2))
+    assert read(argument) != read(make())
+    restore_snapshot(snapshot)
+    assert read(argument) == read(make())
+
+
+def test_a_snapshot_takes_back_what_a_tuple_holds() -> None:
+    block = InATuple()
+    before = copy.deepcopy(block.held)
+    snapshot = take_snapshot(block)
+    block(torch.randn(N, C))
+    assert block.held[1][0] == 1.0
+    restore_snapshot(snapshot)
+    assert_same_tree(block.held, before)
+
+
+def test_an_array_that_nobody_can_write_may_be_an_argument() -> None:
+    array = np.ones(2)
+    array.flags.writeable = False
+    model = checkpoint_module(Takes(lambda given, h: h * float(given[0])))
+    model(torch.randn(N, C), array).sum().backward()
 
 
 def test_two_threads_train_two_models_without_disturbing_each_other() -> None:

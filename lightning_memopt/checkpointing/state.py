@@ -15,8 +15,8 @@ change in place, for example the statistics of batch norms, all of a region in o
 again. In a region of library layers alone not even statistics are copied: there they are written in training but read
 by nobody, so the recomputation is given scratch buffers to write to.
 
-Parameters are kept by reference and copied only where the forward itself writes to them (weights clamped to a norm). A
-weight that changes between forward and backward is an error, as it is in autograd.
+Parameters are kept by reference and copied only where the forward itself writes to them (weights clamped to a norm),
+which the first call finds out. A weight that changes between forward and backward is an error, as it is in autograd.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_memopt.checkpointing.stores import (
     Store,
     entries,
     entry,
-    is_foreign,
+    holds_scalars,
+    may_remember,
     parameter_store,
     stores_of,
     stores_of_object,
+    tuple_leaves,
     with_hidden_modules,
 )
 from lightning_memopt.ops.exactness import reading_is_free
@@ -55,7 +57,6 @@ from lightning_memopt.ops.value_bounds import is_fake
 _SHADOW_LIMIT_BYTES = 1 << 20
 # State that is replaced at each call is noted by reference, but copied up to this size: it might change in place too.
 _SMALL_BYTES = 1 << 16
-_SCALARS = (int, float, str, type(None))
 
 
 class _ShadowCopy(NamedTuple):
@@ -113,10 +114,13 @@ def learn_parameters(model: nn.Module, written: Iterable[Tensor]) -> None:
         for store in parameter_store(module):
             learned = _learned(module)
             for key, parameter in store.contents.items():
-                if parameter is not None:
-                    learned.known.add((*store.name, key))
-                    if id(parameter) in changed:
-                        learned.mutated.add((*store.name, key))
+                if parameter is None:
+                    continue
+                if id(parameter) in changed:
+                    learned.mutated.add((*store.name, key))
+                elif not parameter.requires_grad and parameter.nbytes <= _SHADOW_LIMIT_BYTES:
+                    continue  # a codebook, perhaps: it may be written through `.data`, which only a copy tells
+                learned.known.add((*store.name, key))
 
 
 def forget_constants(model: nn.Module) -> None:
@@ -175,11 +179,19 @@ class _Slot:
     key: Any
     tensor: Tensor
     version: int
+    holder: tuple[Any, ...] | None = None
+    """Where the store holds a tuple that holds the tensor."""
+    place: int = 0
+    """Of the tensor among the leaves of the tuple."""
     copy: Tensor | None = None
     requires_grad: bool = False
     """Of a parameter."""
     wants_copy: bool = False
     always_changes: bool = False
+
+    @property
+    def name(self) -> tuple[Any, ...]:
+        return (*self.store.name, self.key) if self.holder is None else (*self.store.name, self.key, self.place)
 
     def was_changed(self, known: bool) -> bool:
         """Whether the tensor changed in place. Not every write counts a version, so values are looked at if cheap."""
@@ -187,6 +199,32 @@ class _Slot:
             return True
         look = self.copy is not None and not is_fake(self.tensor) and (not known or reading_is_free(self.tensor))
         return look and not torch.equal(self.tensor.detach(), self.copy.detach())  # type: ignore[union-attr]
+
+    def parameter_was_changed(self) -> bool:
+        """Whether the parameter changed, through ``.data`` perhaps, which counts no version: its first copy tells."""
+        if _version(self.tensor) != self.version:
+            return True
+        tensor, copy = self.tensor, self.copy
+        # Sharded training gives a parameter other memory, of another shape or dtype, or none, to hold the same weights.
+        if copy is None or type(tensor) not in (Tensor, nn.Parameter) or is_fake(tensor):
+            return False
+        if (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
+            return False
+        if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+            return False
+        return not torch.equal(tensor.detach(), copy.detach())
+
+
+def _tensor_slots(store: Store) -> Iterator[_Slot]:
+    """The tensors that ``store`` holds, itself or in tuples."""
+    for key, value in store.entries():
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                yield _Slot(store, key, value, _version(value))
+        elif isinstance(value, tuple) and not holds_scalars(value):
+            for place, leaf in enumerate(tuple_leaves(value)[0]):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield _Slot(store, key, leaf, _version(leaf), holder=value, place=place)
 
 
 def _copy(slots: list[_Slot]) -> None:
@@ -227,6 +265,7 @@ class StateBefore:
         self._write_only: list[nn.Module] = []
         self._mutated: set[int] = set()
         self._constant: dict[int, _ShadowCopy] = {}
+        self._in_tuples: dict[int, Tensor] = {}
         self._holes: list[list[Any]] = []
         self._kept: list[Tensor] | None = None
 
@@ -251,10 +290,10 @@ class StateBefore:
         _copy([slot for slot in self._slots[first:] if slot.wants_copy])
 
     def note_objects(self, values: Iterable[Any]) -> None:
-        """Note the memory of users' own objects among the arguments of a region."""
+        """Note the memory of arguments of a region that may remember something."""
         first = len(self._slots)
         for value in values:
-            if is_foreign(value) and id(value) not in self._noted:
+            if may_remember(value) and id(value) not in self._noted:
                 self._noted.add(id(value))
                 self._add(stores_of_object(value))
         _copy([slot for slot in self._slots[first:] if slot.wants_copy])
@@ -307,12 +346,11 @@ class StateBefore:
         # Training writes them without counting a version, so that no earlier copy stands for them.
         statistics = isinstance(store.owner, _NormBase) and store.name == ("buffers",)
         written = statistics and bool(store.owner.training)
-        for key, value in store.entries():
-            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-                continue
+        for slot in _tensor_slots(store):
+            value = slot.tensor
             learned = learned or _learned(store.owner)
-            name = (*store.name, key)
-            slot = _Slot(store, key, value, _version(value), always_changes=written)
+            name = slot.name
+            slot.always_changes = written
             if not _can_be_copied(value):
                 pass
             elif statistics or name in learned.mutated or name not in learned.known:
@@ -342,13 +380,14 @@ class StateBefore:
             return self._kept
         now = {id(store): store.read() for store in self._stores}
         for slot in self._slots:
-            name = (*slot.store.name, slot.key)
+            name = slot.name
             learned = _learned(slot.store.owner)
-            if slot.store.holds_parameters and name not in learned.mutated and _version(slot.tensor) == slot.version:
+            if slot.store.holds_parameters and name not in learned.mutated and not slot.parameter_was_changed():
                 self._parameters.append((slot.tensor, slot.version, slot.requires_grad))
                 learned.known.add(name)
                 continue
-            if name in learned.mutated or slot.was_changed(known=name in learned.known):
+            changed = name in learned.mutated or slot.store.holds_parameters
+            if changed or slot.was_changed(known=name in learned.known):
                 learned.mutated.add(name)
                 learned.shadows.pop(name, None)
                 if slot.copy is None:
@@ -357,21 +396,29 @@ class StateBefore:
                         "checkpointed region for the first time, after calls that left it alone, and its earlier value "
                         "is gone. Nothing was learned from this step; run it again: the value is copied from now on."
                     )
-                slot.store.contents[slot.key] = slot.copy
+                self._put(slot, slot.copy)
                 self._mutated.add(id(slot.copy))
-            elif entry(now[id(slot.store)], slot.key) is not slot.tensor:
+            elif entry(now[id(slot.store)], slot.key) is not (slot.tensor if slot.holder is None else slot.holder):
                 learned.reassigned.add(name)
                 learned.shadows.pop(name, None)
             elif slot.copy is not None and name not in learned.reassigned and _may_be_shadowed(slot.tensor):
                 # A constant: its copy stands for it, whatever happens to it before the backward pass.
-                slot.store.contents[slot.key] = slot.copy
+                self._put(slot, slot.copy)
                 if not isinstance(slot.store.owner, _NormBase):
                     shadow = _ShadowCopy(weakref.ref(slot.tensor), slot.version, slot.copy)
                     self._constant[id(slot.copy)] = learned.shadows[name] = shadow
             learned.known.add(name)
         self._slots = []
         self._kept = self._detach_tensors()
+        self._in_tuples = {}
         return self._kept
+
+    def _put(self, slot: _Slot, copy: Tensor) -> None:
+        """Let ``copy`` stand for the tensor of ``slot``."""
+        if slot.holder is None:
+            slot.store.contents[slot.key] = copy
+        else:
+            self._in_tuples[id(slot.tensor)] = copy
 
     def forget_tensors(self) -> None:
         """Autograd keeps the tensors that :meth:`settle` returned: let go of them."""
@@ -398,11 +445,12 @@ class StateBefore:
                     contents[key] = _ParameterAt(keep(value.detach()).index, value.requires_grad)
                 elif isinstance(value, Tensor):
                     contents[key] = keep(value)
-                elif isinstance(value, tuple) and not all(isinstance(x, _SCALARS) for x in value):
-                    leaves, spec = tree_flatten(value)
+                elif isinstance(value, tuple) and not holds_scalars(value):
+                    leaves, spec = tuple_leaves(value)
                     if not any(isinstance(leaf, Tensor) for leaf in leaves):
                         continue
-                    contents[key] = _TupleAt([keep(x) if isinstance(x, Tensor) else x for x in leaves], spec)
+                    held = [keep(self._in_tuples.get(id(x), x)) if isinstance(x, Tensor) else x for x in leaves]
+                    contents[key] = _TupleAt(held, spec)
                 else:
                     continue
                 holes.append(key)
@@ -594,8 +642,11 @@ def cut_graphs(modules: Iterable[nn.Module]) -> None:
             for store in stores_of(module):
                 held = [] if store.holds_parameters else list(store.entries())
                 for key, value in held:
-                    if isinstance(value, (Tensor, tuple)):
-                        store.contents[key] = tree_map(cut, value)
+                    if isinstance(value, Tensor):
+                        store.contents[key] = cut(value)
+                    elif isinstance(value, tuple):
+                        leaves, spec = tuple_leaves(value)
+                        store.contents[key] = tree_unflatten(map(cut, leaves), spec)
                 if held:
                     store.write(store.contents)
 
@@ -617,14 +668,14 @@ def take_snapshot(module: nn.Module, *, objects: Iterable[Any] = (), copy: bool 
 
     Args:
         module: any module.
-        objects: what else may remember something: users' own objects, such as a cache of keys and values, are noted,
-            too, anything else is not.
+        objects: what else may remember something: users' own objects, such as a cache of keys and values, random
+            generators, sets, small arrays and subclasses of dict are noted, too, anything else is not.
         copy: also copy the tensors' values (bytes: those of the state), so that changes in place can be undone.
     """
     stores: list[Store] = []
     for submodule in with_hidden_modules(module):
         stores.extend(stores_of(submodule))
-    for value in {id(value): value for value in objects if is_foreign(value)}.values():
+    for value in {id(value): value for value in objects if may_remember(value)}.values():
         stores.extend(stores_of_object(value))
     copies: dict[int, tuple[Tensor, int, Tensor]] = {}
     if copy:

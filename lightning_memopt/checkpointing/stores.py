@@ -24,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 # Attributes every nn.Module has or may have: structure, hooks, flags and code, not memory.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_forward_hooks_always_called", "forward"}
@@ -38,6 +39,7 @@ _LARGE_CONTAINER = 256
 _DEPTH = 3
 
 _MUTABLE = (list, dict, set, deque)
+_SCALARS = (int, float, str, type(None))
 _ATOMS = (bool, int, float, str, tuple, Tensor, torch.dtype, torch.device, nn.Module)
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy"})
 _OPEN_STANDARD_CLASSES = frozenset({"SimpleNamespace", "UserList", "UserDict"})
@@ -133,6 +135,8 @@ class Store:
         elif isinstance(place, list):
             place[:] = contents
         elif isinstance(place, (set, deque)):
+            if list(map(id, place)) == list(map(id, contents)):
+                return  # filling a set anew may change its order
             place.clear()
             add: Any = place.update if isinstance(place, set) else place.extend
             add(contents)
@@ -186,8 +190,13 @@ def stores_of(module: nn.Module) -> list[Store]:
     return stores
 
 
+def may_remember(value: Any) -> bool:
+    """Whether an argument that pytree does not open may remember something: own objects, generators, arrays, sets."""
+    return isinstance(value, _MUTABLE) or _is_array(value) or _is_random(value) or is_foreign(value)
+
+
 def stores_of_object(value: Any) -> list[Store]:
-    """The places of a user's own object, an argument of a region for example."""
+    """The places of an argument of a region that may remember something."""
     stores: list[Store] = []
     _nested_stores(value, (), value, set(), stores)
     return stores
@@ -245,22 +254,35 @@ def _write_dict(place: dict[Any, Any], contents: dict[Any, Any]) -> None:
 
 def _nested_stores(owner: Any, name: tuple[str, ...], value: Any, seen: set[int], stores: list[Store]) -> None:
     if value is None or isinstance(value, _ATOMS):
+        if isinstance(value, tuple) and len(value) <= _LARGE_CONTAINER and not holds_scalars(value):
+            for index, inner in enumerate(value):
+                _nested_stores(owner, (*name, str(index)), inner, seen, stores)
         return
     if _is_array(value) or _is_random(value):
         stores.append(Store(owner, name, value))
         return
-    if isinstance(value, _MUTABLE):
-        place = value
-    elif len(name) <= _DEPTH and is_foreign(value):
-        place = value.__dict__
-    else:
-        return
-    if id(place) not in seen:
+    places: list[tuple[tuple[str, ...], Any]] = [(name, value)] if isinstance(value, _MUTABLE) else []
+    if len(name) <= _DEPTH and is_foreign(value):
+        # A subclass of dict has both entries and attributes, which may have the same names.
+        places.append(((*name, "__dict__") if places else name, value.__dict__))
+    for path, place in places:
+        if id(place) in seen:
+            continue
         seen.add(id(place))
-        store = Store(owner, name, place)
+        store = Store(owner, path, place)
         stores.append(store)
         for key, inner in store.entries():
-            _nested_stores(owner, (*name, str(key)), inner, seen, stores)
+            _nested_stores(owner, (*path, str(key)), inner, seen, stores)
+
+
+def holds_scalars(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds numbers, strings and None alone, as a kernel size does."""
+    return all(isinstance(inner, _SCALARS) for inner in value)
+
+
+def tuple_leaves(value: tuple[Any, ...]) -> tuple[list[Any], TreeSpec]:
+    """What a tuple and the tuples in it hold. Lists and dicts stay whole: they are places of their own."""
+    return tree_flatten(value, is_leaf=lambda inner: not isinstance(inner, tuple))
 
 
 def is_foreign(value: Any) -> bool:
@@ -276,11 +298,13 @@ def is_foreign(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     cls = type(value)
-    return cls.__module__ == "numpy" and cls.__name__ == "ndarray" and value.nbytes <= _ARRAY_LIMIT_BYTES
+    if cls.__module__ != "numpy" or cls.__name__ != "ndarray":
+        return False
+    return bool(value.nbytes <= _ARRAY_LIMIT_BYTES and value.flags.writeable)
 
 
 def _is_random(value: Any) -> bool:
-    """A random generator of torch, Python or NumPy that belongs to a module."""
+    """A random generator of torch, Python or NumPy that is an object of its own."""
     cls = type(value)
     if cls is torch.Generator or issubclass(cls, random.Random):
         return True
