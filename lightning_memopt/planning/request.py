@@ -168,9 +168,9 @@ def _check_search(model: nn.Module, request: Request) -> None:
 
 
 def _check_budget(model: nn.Module, request: Request) -> None:
-    given = request.optimizer
-    listed = given is None or isinstance(given, (Optimizer, list, tuple))
-    wrong = [other for other in request.optimizers if not isinstance(other, Optimizer)] if listed else [given]
+    listed = request.optimizer is None or isinstance(request.optimizer, (Optimizer, list, tuple))
+    among = request.optimizers if listed else (request.optimizer,)
+    wrong = [other for other in among if not isinstance(other, Optimizer)]
     if wrong:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, found {wrong[0]!r}.")
     own = set(map(id, model.parameters()))
