@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_memopt.accounting import estimate_memory, optimizer_state_bytes
 from lightning_memopt.measuring import OptimizerBytes, measure_memory, optimizer_bytes
+from lightning_memopt.planning import MemoryBudgetError, optimize_memory
 from tests.equality import assert_same_tree, frozen
 
 
@@ -124,3 +126,95 @@ def test_fused_steps_take_nothing_and_parameters_of_cuda_are_taken_at_once() -> 
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, got Linear"):
         optimizer_bytes(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+class Closed(Ema):
+    """An optimizer that cannot step without a closure."""
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+def test_an_optimizer_that_needs_a_closure_is_rehearsed_with_one() -> None:
+    network = model()
+    without = optimizer_bytes(Ema(network.parameters(), 0.1, ""))
+    assert optimizer_bytes(Closed(network.parameters(), 0.1, "")) == without
+    assert without.state > 0
+
+
+class TestLbfgs:
+    """Its state grows until its history is full, and it decides by values how far a step goes."""
+
+    @staticmethod
+    def trained(parameters: list[nn.Parameter], **options: Any) -> tuple[torch.optim.LBFGS, Callable[[], Tensor]]:
+        """An optimizer with a full history, and the closure: Rosenbrock's valley, in pieces that take little memory."""
+        optimizer = torch.optim.LBFGS(parameters, lr=1e-3, tolerance_grad=0.0, tolerance_change=0.0, **options)
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            total = torch.zeros(())
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for piece, grad in zip(parameter.detach().split(100), parameter.grad.split(100), strict=True):
+                    x = piece.requires_grad_()
+                    loss = (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
+                    grad.copy_(*torch.autograd.grad(loss, x))
+                    total += loss.detach()
+            return total
+
+        optimizer.step(closure)
+        return optimizer, closure
+
+    @pytest.mark.parametrize("search", [None, "strong_wolfe"])
+    def test_its_state_is_that_with_a_full_history(self, search: str | None) -> None:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(3 * torch.randn(size)) for size in (5000, 3000)]
+        made = torch.optim.LBFGS(parameters, history_size=8, line_search_fn=search)
+        foretold = optimizer_bytes(made)
+        assert not made.state
+        trained, closure = self.trained(parameters, history_size=8, max_iter=20)
+        state = trained.state[parameters[0]]
+        assert len(state["old_dirs"]) == 8
+        assert foretold.state == state_bytes(trained)
+        trained.param_groups[0]["line_search_fn"] = search
+        assert optimizer_bytes(trained) == foretold
+        report = measure_memory(lambda: trained.step(closure), device="cpu")
+        taken, vector = report.peak_bytes - report.start_bytes, 4 * 8000
+        if search is None:
+            assert foretold.step == pytest.approx(taken, rel=0.03)
+        else:  # one more where the first step length that it tries is not the last
+            assert taken <= 1.03 * foretold.step <= 1.03 * (taken + vector)
+
+    def test_a_history_that_is_not_full_is_counted_as_it_will_be(self) -> None:
+        parameter = nn.Parameter(torch.randn(100))
+        optimizer = torch.optim.LBFGS([parameter], max_iter=2)
+        foretold = optimizer_bytes(optimizer)
+        parameter.grad = torch.randn(100)
+        optimizer.step(lambda: torch.zeros(()))
+        assert state_bytes(optimizer) > 0
+        assert optimizer_bytes(optimizer) == foretold
+
+    def test_estimates_and_plans_count_at_least_its_row(self) -> None:
+        network, batch = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 16)
+        row = optimizer_state_bytes("LBFGS", [tuple(p.shape) for p in network.parameters()])
+        estimate = estimate_memory(network, batch, optimizer=torch.optim.LBFGS, device="cpu")
+        assert row <= estimate.peak.optimizer_state <= row + 4 * 300
+        optimizer = torch.optim.LBFGS(network.parameters())
+        with pytest.raises(MemoryBudgetError) as refused:
+            optimize_memory(network, nn.Linear, lambda m: m(batch), memory_budget=1, optimizer=optimizer)
+        assert refused.value.least_bytes > row
+        optimize_memory(network, nn.Linear, lambda m: m(batch), memory_budget="1GiB", optimizer=optimizer)
+        assert not optimizer.state
+
+
+def test_a_scheduler_does_not_make_the_rehearsal_step_the_optimizer_itself() -> None:
+    network = model()
+    optimizer = torch.optim.Adam(network.parameters())
+    foretold = optimizer_bytes(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for p in network.parameters():
+        p.grad = torch.ones_like(p)
+    before = frozen(copy.deepcopy(network.state_dict()))
+    assert optimizer_bytes(optimizer) == foretold
+    assert_same_tree(before, network.state_dict(), name="parameters")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.checkpointing import is_checkpointed
-from lightning_memopt.planning import Plan, RegionPlan, applied_plan, apply_plan, least_peak, optimize_memory
+from lightning_memopt.planning import (
+    MemoryBudgetError,
+    Plan,
+    RegionPlan,
+    applied_plan,
+    apply_plan,
+    least_peak,
+    optimize_memory,
+    remove_plan,
+)
+from tests.equality import assert_same_tree, frozen
 from tests.planning_models import (
+    CHANNELS,
     DeepSpikingBlock,
     NoisyBlock,
     NoisyNetwork,
@@ -157,6 +169,147 @@ def test_a_failed_second_search_leaves_the_first_plan_in_force() -> None:
         optimize_memory(model, None, _fail_after(loss_from_rest(torch.zeros(8, 16, 64))), checkpoint_budget="speed")
     unchanged.check()
     assert applied_plan(model) is plan
+
+
+class CapturingNetwork(nn.Module):
+    """Installs hooks in its first forward, as the output capturing of the transformers library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS))
+        self.hidden = [nn.Linear(CHANNELS, CHANNELS)]  # where torch does not see it
+        self.captures = False
+        self.captured: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.captures:
+            self.captures = True
+            for layer in (*self.layers, *self.hidden):
+                layer.register_forward_hook(lambda module, args, output: self.captured.append(output))
+                layer.register_forward_hook(lambda *_, **__: None, with_kwargs=True, always_call=True)
+                layer.register_forward_pre_hook(lambda *_, **__: None, with_kwargs=True)
+                layer.register_full_backward_hook(lambda *_: None)
+        self.captured.clear()
+        y = self.hidden[0](self.layers(x))
+        return y + len(self.captured) * sum(output.square().mean() for output in self.captured)
+
+
+class GrowingNetwork(nn.Module):
+    """Makes a layer, a parameter and a buffer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = nn.Linear(CHANNELS, CHANNELS)
+            self.scale = nn.Parameter(torch.rand(CHANNELS))
+            self.register_buffer("shift", torch.rand(CHANNELS), persistent=False)
+        return self.made(self.linear(x).relu()) * self.scale + self.shift
+
+
+class ParameterlessGrowingNetwork(nn.Module):
+    """Makes its first parameter in its first forward, and replaces a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.rand(CHANNELS))
+            self.blocks[1] = nn.Linear(CHANNELS, CHANNELS)
+        return self.blocks[1](self.blocks[0](x).relu()) * self.scale
+
+
+class ReassigningNetwork(nn.Module):
+    """Gives a parameter other memory in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(CHANNELS, CHANNELS)
+        self.code = nn.Parameter(torch.ones(CHANNELS), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code.data = self.code.data * 0.5
+        return (self.linear(x) * self.code.clone()).tanh()
+
+
+def registries(model: nn.Module) -> list[Any]:
+    """What every module of ``model`` holds by name: hooks, children, parameters and buffers; and where these lie."""
+    modules = [*model.modules(), *getattr(model, "hidden", ())]
+    held = [vars(module) for module in modules]
+    names = [(key, [*value]) for each in held for key, value in each.items() if isinstance(value, (dict, set))]
+    return [*map(id, modules), *names, *[(id(p), p.data_ptr()) for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"level": 1}, {"level": 4}, {"memory_budget": "1GiB"}, {"memory_budget": 1}], ids=str
+)
+@pytest.mark.parametrize("network", [CapturingNetwork, GrowingNetwork, ParameterlessGrowingNetwork, ReassigningNetwork])
+def test_what_a_first_forward_installs_is_left_to_the_training(
+    network: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    batch = spikes(4, CHANNELS)
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = network()
+        unchanged, before = Unchanged(model), registries(model)
+        if planned:
+            with contextlib.suppress(MemoryBudgetError):
+                optimize_memory(model, nn.Linear, lambda m: m(batch).mean(), **options)
+            remove_plan(model)
+            unchanged.check()
+            assert registries(model) == before
+        model(batch).mean().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append(frozen({"state": model.state_dict(), "gradients": gradients}))
+    assert_same_tree(*results, name="the first step")
+
+
+def test_a_hidden_lazy_layer_keeps_the_shape_that_it_got() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(CHANNELS, CHANNELS)
+            self.hidden = [nn.LazyLinear(3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.hidden[0](self.linear(x))
+            return y
+
+    model, batch = Network(), spikes(4, CHANNELS)
+    optimize_memory(model, nn.Linear, lambda m: m(batch), level=1)
+    assert type(model.hidden[0]) is nn.Linear
+    assert model(batch).shape == (4, 3)
+
+
+@pytest.mark.parametrize("options", [{"level": 1}, {"level": 4}, {"memory_budget": "1GiB"}], ids=str)
+def test_a_region_that_is_a_generator_is_kept(options: dict[str, Any]) -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            for linear in self.linears:
+                yield linear(x).relu().tanh()
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Pieces(), Pieces()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = sum(block(x), torch.zeros(()))
+            return x
+
+    model, batch = Sum(), spikes(4, CHANNELS)
+    optimize_memory(model, Pieces, lambda m: m(batch).mean(), **options)
+    assert not any(isinstance(module, Pieces) and is_checkpointed(module) for module in model.modules())
 
 
 class TestOutOfMemory:

@@ -5,12 +5,14 @@ Bytes that an optimizer will hold
 Adam's moments, and the state of most optimizers, appear at the first step. Planning happens before it, so that step is
 rehearsed: the optimizer steps twice on parameters of the same shapes, dtypes and groups that hold no memory, or, where
 its kernels cannot do that, on one real parameter of each shape at a time. This needs no table of optimizers and is
-right for any class, those of users included.
+right for any class, those of users included. The exception is LBFGS, which decides by values how far it goes and whose
+state grows for many steps: it is given all that it will hold.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
@@ -27,13 +29,17 @@ from lightning_memopt.measuring.allocation_events import bytes_of, own_storages
 from lightning_memopt.measuring.storage_trace import StorageTrace
 from lightning_memopt.ops.value_bounds import is_fake
 
+# Vectors of all parameters that LBFGS takes while it steps, by its line search: the gradient, the direction in the
+# making and two temporaries; with a search also the start, and the gradients at both ends of the interval and within.
+_LBFGS_TEMPORARIES = {None: 5, "strong_wolfe": 9}
+
 
 @dataclass(frozen=True)
 class OptimizerBytes:
     """What an optimizer takes beside parameters and gradients, in bytes."""
 
     state: int
-    """Held from the first step on."""
+    """Held from the first step on (LBFGS: from when its history is full)."""
     step: int
     """Most that a step takes on top, while it runs."""
 
@@ -44,7 +50,8 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
     Neither the optimizer nor its parameters are changed.
 
     Args:
-        optimizer: any optimizer, whether it has stepped or not. State that is there is counted as it is.
+        optimizer: any optimizer, whether it has stepped or not. State that is there is counted as it is, but that of
+            LBFGS, which grows until its history is full, as it will be.
 
     Returns:
         The bytes of state, and the temporaries of one step: of Adam one copy of all parameters where the implementation
@@ -63,8 +70,9 @@ def optimizer_bytes(optimizer: Optimizer) -> OptimizerBytes:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer_bytes expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    stateful = [p for p in parameters if optimizer.state.get(p)]
+    grows = isinstance(optimizer, torch.optim.LBFGS)  # and has one vector for all parameters, frozen or not
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or grows]
+    stateful = [p for p in parameters if optimizer.state.get(p) and not grows]
     known = {id(p) for p in stateful}
     state = bytes_of(_tensors([optimizer.state[p] for p in stateful]))
     if not parameters:
@@ -91,7 +99,7 @@ def _rehearsed(optimizer: Optimizer, parameters: list[nn.Parameter], known: Coll
         on_cuda = parameters[0].device.type in ("cuda", "meta") or is_fake(parameters[0])
         if on_cuda and not isinstance(clone, torch.optim.Adafactor):
             take_all_at_once(clone)
-        clone.step()
+        rehearse_step(clone)
         twins = [twin for group in clone.param_groups for twin in group["params"]]
         new = [clone.state[twin] for twin, p in zip(twins, parameters, strict=True) if id(p) not in known]
         return bytes_of(_tensors(new)), _temporaries(clone, parameters[0].device)
@@ -110,7 +118,7 @@ def _one_by_one(optimizer: Optimizer, parameters: list[nn.Parameter], known: Col
             kind = (parameter.shape, parameter.dtype, parameter.device)
             if kind not in held:
                 clone = clone_of(optimizer, [group], [id(parameter)], torch.zeros_like)
-                clone.step()
+                rehearse_step(clone)
                 step = max(step, _temporaries(clone, parameter.device))
                 storages = [each for tensor in _tensors([*clone.state.values()]) for each in own_storages(tensor)]
                 sizes = {each._cdata: (weakref.ref(each), each.nbytes()) for each in storages}
@@ -132,6 +140,7 @@ def clone_of(
     """An optimizer of the same class and settings on new parameters with gradients, without hooks or state."""
     clone: Optimizer = object.__new__(type(optimizer))
     vars(clone).update(vars(optimizer))
+    vars(clone).pop("step", None)  # schedulers put one there that steps the original
     clone.state = defaultdict(dict)
     clone.param_groups = []
     for group in groups:
@@ -146,6 +155,41 @@ def clone_of(
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(clone, name, OrderedDict())
     return clone
+
+
+def rehearse_step(optimizer: Optimizer) -> None:
+    """Take a step from the gradients that are there, with a closure that computes nothing where it needs one.
+
+    LBFGS takes no step: it gets the state that a full history has, and the temporaries are made and dropped.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        _rehearse_lbfgs(optimizer)
+        return
+    step: Callable[..., Any] = optimizer.step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        step(closure=lambda: torch.zeros(()))
+    else:
+        step()
+
+
+def _rehearse_lbfgs(optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]  # it takes no more than one
+    detached = [parameter.detach() for parameter in group["params"]]
+    flat = torch.cat([(torch.view_as_real(p) if p.is_complex() else p).reshape(-1) for p in detached])
+    state, pairs = optimizer.state[group["params"][0]], group["history_size"]
+
+    def vectors(count: int) -> list[Tensor]:
+        return [torch.empty_like(flat) for _ in range(count)]
+
+    def numbers(count: int) -> list[Tensor]:
+        return [flat.new_empty(()) for _ in range(count)]
+
+    if not state:
+        state["d"], state["prev_flat_grad"] = vectors(2)
+        state["old_dirs"], state["old_stps"] = vectors(pairs), vectors(pairs)
+        state["ro"], state["al"], (state["H_diag"],) = numbers(pairs), numbers(pairs), numbers(1)
+    vectors(_LBFGS_TEMPORARIES[group["line_search_fn"]] - 1)
 
 
 def take_all_at_once(optimizer: Optimizer) -> None:
@@ -164,7 +208,7 @@ def _temporaries(clone: Optimizer, device: torch.device) -> int:
     parameters: list[nn.Parameter] = [p for group in clone.param_groups for p in group["params"]]
     try:
         with StorageTrace(device, known=[*parameters, *_tensors([*clone.state.values()])]) as trace:
-            clone.step()
+            rehearse_step(clone)
     except RuntimeError:  # torch.compile, which torchao steps with, refuses to be watched: it makes one kernel of most
         return max(p.nbytes for p in parameters)
     return int(trace.peak_bytes - trace.start_bytes)

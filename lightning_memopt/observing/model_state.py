@@ -8,7 +8,11 @@ that guarantee on every way out, also on exceptions and Ctrl-C, and lets the sea
 
 Gradients are set aside, not copied: the search works with empty ``.grad``, and the tensors that were there come back as
 the same objects. Weights are not copied either, since a forward has no business writing to them; the few that one does
-write to (a moving average kept as a parameter) are noted before the first write, see :meth:`ModelState.protect`.
+write to (a moving average kept as a parameter) are noted before the first write, see :meth:`ModelState.protect`. One
+that is given other memory (``weight.data = ...``) gets its own back.
+
+What a first forward installs (hooks behind a flag, a layer made when its size is known) is taken away again, so that
+the first forward of the training installs it, once and from the same random numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
+from lightning_memopt.checkpointing.stores import with_hidden_modules
 from lightning_memopt.measuring.storage_trace import fake_mode
 from lightning_memopt.ops.value_bounds import is_fake
+
+# Where a module keeps its hooks, and the names of its parameters, buffers and children.
+_REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 
 
 class ModelState:
@@ -34,6 +42,12 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._snapshot = take_snapshot(model, copy=True)
+        modules = with_hidden_modules(model)
+        self._registries = [noted for module in modules for noted in _registries_of(module)]
+        # Subclasses of parameters keep more beside their memory, which is their own business.
+        plain = {id(p): p for module in modules for p in module._parameters.values() if type(p) is nn.Parameter}
+        real = [p for p in plain.values() if not is_fake(p) and p.layout is torch.strided and fake_mode() is None]
+        self._memory: list[tuple[Tensor, Tensor]] = [(parameter, parameter.data) for parameter in real]
         self._modes = [(module, module.training) for module in model.modules()]
         tensors = [*model.parameters(), *model.buffers()]
         self._leaves = [tensor for tensor in tensors if tensor.is_leaf]
@@ -113,6 +127,13 @@ class ModelState:
         for tensor, flag in self._requires_grad:
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
+        for place, contents in self._registries:
+            if not _holds_the_same(place, contents):
+                place.clear()
+                place.update(contents)
+        for parameter, memory in self._memory:
+            if not _is_same_memory(parameter, memory):
+                parameter.data = memory
         with torch.no_grad():
             for parameter, value in self._protected.values():
                 parameter.detach().copy_(value)
@@ -134,9 +155,10 @@ class ModelState:
 def unchanged(model: nn.Module) -> Iterator[ModelState]:
     """Whatever the enclosed code runs, ``model`` and all random number generators are as before afterwards.
 
-    Covers buffers, neuron states, plain attributes and metrics of every submodule, gradients (the same tensor objects),
-    training flags, ``requires_grad``, and the generators of Python, NumPy (if loaded) and torch on the CPU and on the
-    model's devices. The treatment of regions is not covered: that is the search's own business.
+    Covers buffers, neuron states, plain attributes and metrics of every submodule, its hooks, parameters and children,
+    gradients (the same tensor objects), training flags, ``requires_grad``, and the generators of Python, NumPy (if
+    loaded) and torch on the CPU and on the model's devices. The treatment of regions is not covered: that is the
+    search's own business.
 
     Example:
         >>> import torch
@@ -153,6 +175,29 @@ def unchanged(model: nn.Module) -> Iterator[ModelState]:
         yield state
     finally:
         state.restore()
+
+
+def _registries_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The registries of ``module``, each with a copy of what it holds."""
+    # A lazy module takes its own hooks away when its parameters get their shapes. TorchScript has wrappers here.
+    if not isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        for name in _REGISTRIES:
+            place = module.__dict__.get(name)
+            if isinstance(place, (dict, set)):
+                yield place, place.copy()
+
+
+def _holds_the_same(place: Any, contents: Any) -> bool:
+    """Whether a registry holds the same objects in the same order; they may have an idea of their own of equality."""
+    if isinstance(place, dict) and [*map(id, place.values())] != [*map(id, contents.values())]:
+        return False
+    return [*place] == [*contents]
+
+
+def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    same = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    layouts = [(each.storage_offset(), each.shape, each.stride(), each.dtype) for each in (tensor, other)]
+    return same and layouts[0] == layouts[1]
 
 
 def random_states(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callable[[], None]]]:

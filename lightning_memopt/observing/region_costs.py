@@ -540,6 +540,8 @@ class _CostWatch(Watch):
     def _is_worth(self, call: _Call) -> bool:
         if call.index < self._outermost:
             return call.region is None or not call.region.outside or bool(call.still_saved())
+        if len(self._calls) == 1:  # the region around it is a generator and had returned before: nothing to treat
+            return False
         outermost = self._calls[1]
         return self._bytes(call.still_saved()) >= self.worth * self._bytes(outermost.still_saved())
 
