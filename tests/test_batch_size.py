@@ -282,6 +282,59 @@ def test_three_steps_that_all_took_too_much_are_a_refusal() -> None:
     assert refused.value.least_bytes == 110_000
 
 
+class PaddedSteps(Steps):
+    """Batches are padded to a multiple: over the batch size, bytes are stairs."""
+
+    def __init__(self, multiple: int, budget: int) -> None:
+        super().__init__(1.0, budget)
+        self.multiple = multiple
+        self.observed: list[int] = []
+
+    def observe_if_possible(self, size: Any) -> Seen:
+        self.observed.append(size)
+        return super().observe_if_possible(padded(size, self.multiple))
+
+    def measure(self, size: Any, step: ObservedStep, chosen: Mapping[str, Choice]) -> list[Profile]:
+        self.measured.append(size)
+        return [Profile(solve(step.costs, self.budget).simulated.peak_bytes)]
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@pytest.mark.parametrize("multiple", [2, 4, 8, 64])
+@pytest.mark.parametrize("largest", [64, 128, 192, 1024])
+@pytest.mark.parametrize("spare", [0.0, 0.5, 0.99])
+def test_padding_to_a_multiple_costs_less_than_one_multiple(multiple: int, largest: int, spare: float) -> None:
+    peaks = [solve(step_of(size), 0).simulated.peak_bytes for size in (largest, largest + multiple)]
+    steps = PaddedSteps(multiple, budget=int(peaks[0] + spare * (peaks[1] - peaks[0])))
+    size, peak = searched(steps)
+    assert size <= largest
+    assert largest - size < max(multiple, largest // 100)
+    assert peak <= steps.budget
+    assert len(steps.measured) <= MOST_STEPS
+    # Where two sizes have the same bytes, nobody asks for a size that is larger by far.
+    assert max(steps.observed) <= 4 * largest
+    assert len(steps.observed) == len(set(steps.observed)) <= 16
+
+
+def test_a_model_with_padded_batches_gets_the_size_that_fits() -> None:
+    def forward(model: nn.Module, batch_size: int) -> Tensor:
+        return dense_forward(model, padded(batch_size, 64))
+
+    options: dict[str, Any] = {"can_chunk": whole, "compress": False}
+    model = dense()
+    budget = alive_bytes() + MIB
+    size = find_batch_size(model, forward, budget, **options)
+    assert applied_plan(model).peak_bytes_after <= budget
+    budget -= _SLACK
+    with pytest.raises(MemoryBudgetError):
+        optimize_memory(
+            dense(), example_forward=lambda model: forward(model, size + 64), memory_budget=budget, **options
+        )
+
+
 def test_gradients_of_the_step_before_take_their_share_of_the_budget() -> None:
     """With more weights than activations, the forward then holds the peak."""
     options: dict[str, Any] = {"can_chunk": whole, "start": 16}

@@ -6,10 +6,11 @@ How large a batch may be depends on the plan, and the best plan on the batch. So
 between and beyond them every number of bytes is taken to be affine in the batch size: weights stay, activations grow.
 That gives the costs of a step at any size, from these the smallest peak that any plan has there, and by bisection the
 largest size at which it is within the budget. This size is then observed itself: peaks are the larger of what grows and
-what does not, so they bend, and a few sizes may have to be observed until the one that was predicted fits. Where the
-device runs out of memory meanwhile, the largest size that it can take is found by bisection. Then its
-fastest plan is measured. Should the step take more than predicted, or less, the model of memory is corrected and asked
-again; three measured steps at most. What is taken was measured within the budget.
+what does not, so they bend, and a few sizes may have to be observed until the one that was predicted fits. The largest
+size that was seen to fit and the smallest that was not bracket the result all the while. Where the device runs out of
+memory, or the bytes lie on no line (a batch that is padded to a multiple makes stairs of them), the bracket is halved
+until it is 1 % wide. Then the fastest plan is measured. Should the step take more than predicted, or less, the model of
+memory is corrected and asked again; three measured steps at most. What is taken was measured within the budget.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ LARGEST = 8192
 """No larger batch is looked for unless asked, as in Lightning's own search."""
 START = 8
 """The smaller of the two batches that are observed first, unless another one is asked for."""
+# Sizes that are predicted one after the other before the search goes on by bisection.
+_LINES = 3
 
 
 def find_batch_size(
@@ -97,8 +100,9 @@ def find_batch_size(
         largest: no batch larger than this is looked for.
 
     Returns:
-        The largest batch size within the budget, as measured, up to ``largest``. A larger one may fit, too, where the
-        bytes of a step are not affine in the batch size, or where three measured steps did not suffice.
+        The largest batch size within the budget, as measured, up to ``largest``. Where batches are padded to a multiple
+        it may be smaller by less than one such multiple, or by 1 %. A larger one may fit, too, where bytes depend on
+        the batch size in another way, or where three measured steps did not suffice.
 
     Raises:
         MemoryBudgetError: not even a batch of one sample fits with any plan.
@@ -297,12 +301,11 @@ class _Search:
             size = self._predicted(low, high, close if number else 1)
             if low and (high - low <= close or size == low):
                 return low
-            # Where lines mislead again and again, as on stairs, the bracket is halved; sizes differ by factors. The size
-            # for which memory ran out says nothing of the next smaller one.
-            no_line = high not in self._seen and high <= self._largest and size == high - 1
-            if no_line or (number % 3 == 2 and high in self._seen):
-                size = min(math.isqrt(max(low, 1) * high), high - 1)
-            self._observe(max(size, low + 1))
+            # Where lines mislead, the bracket is halved; sizes differ by factors. A line that ends just below what is
+            # known not to fit was cut off there: it says nothing.
+            if high <= self._largest and (size == high - 1 or number >= _LINES):
+                size = math.isqrt(max(low, 1) * high)
+            self._observe(min(max(size, low + 1), high - 1))
         raise AssertionError("Every round narrows the bracket.")
 
     def _predicted(self, low: int, high: int, close: int) -> int:
