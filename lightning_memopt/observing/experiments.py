@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memopt.checkpointing import (
     StateSnapshot,
@@ -248,8 +249,8 @@ class _Left:
     """What a run left behind, to be compared."""
 
     input_gradients: list[Tensor | None] = field(default_factory=list)
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)
-    """Of leaves, by their id."""
+    gradients: Any = field(default_factory=WeakTensorKeyDictionary)
+    """Of leaves, as long as these live: another run may get another tensor at the same address."""
     state: list[Any] = field(default_factory=list)
     random: bytes = b""
 
@@ -362,7 +363,8 @@ class _Bench:
                 run.left_outputs = tuple(not storage.expired() for storage in run.outputs)
                 if left is not None:
                     left.input_gradients = input_gradients
-                    left.gradients = {id(leaf): leaf.grad for leaf in leaves}
+                    for leaf in leaves:
+                        left.gradients[leaf] = leaf.grad
                     gradients = storages_of([*input_gradients, *left.gradients.values()]).values()
                     sizes = [tensor.untyped_storage().nbytes() for tensor in gradients]
                     run.gradients_left_bytes = sum(map(call.rounded, sizes))
@@ -613,13 +615,13 @@ def _difference(plain: _Left, other: _Left, tolerance: Callable[[Tensor], float]
     """In words, what differs from the plain region; empty if nothing does."""
     if plain is other:
         return ""
-    known = [key for key in plain.gradients if key in other.gradients]
+    known = [leaf for leaf in plain.gradients if leaf in other.gradients]
     return (
         _differ("gradient of an input", plain.input_gradients, other.input_gradients, tolerance)
         or _differ(
             "gradient of a parameter",
-            [plain.gradients[key] for key in known],
-            [other.gradients[key] for key in known],
+            [plain.gradients[leaf] for leaf in known],
+            [other.gradients[leaf] for leaf in known],
             tolerance,
         )
         or _differ("state", plain.state, other.state, tolerance)
@@ -662,7 +664,7 @@ def _distance(a: _Left, b: _Left) -> float:
     """How far two runs of the same treatment are apart."""
     pairs = [
         *zip(a.input_gradients, b.input_gradients, strict=True),
-        *((a.gradients[key], b.gradients[key]) for key in a.gradients if key in b.gradients),
+        *((a.gradients[leaf], b.gradients[leaf]) for leaf in a.gradients if leaf in b.gradients),
         *zip(a.state, b.state, strict=True),
     ]
     errors = [_relative_error(x, y) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
