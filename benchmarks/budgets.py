@@ -50,9 +50,8 @@ import numpy as np
 import torch
 from budget_gates import BLOCK_BUDGET, NO_PRODUCTS, Gate, assess_gates
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
-from reporting import environment, escaped, print_environment, write_document
+from reporting import check_device, console_of_width, environment, escaped, print_environment, write_document
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -500,8 +499,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--budgets and --steps must be at least 1, got {options.budgets} and {options.steps}")
     if options.resume and options.json is None:
         parser.error("--resume needs --json FILE, the file to go on with")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     options.size = options.size or ("full" if options.device == "cuda" else "small")
     options.steps = options.steps or (10 if options.device == "cuda" else 2)
     return options
@@ -509,8 +507,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 140)
+    console = console_of_width(140)
     device = torch.device(options.device)
     setting = {"size": options.size, "device": options.device, "precision": options.precision}
     document: dict[str, Any] = {}

@@ -34,9 +34,16 @@ import torch
 import torch.nn.functional as F
 from dense_models import GPT, GPTBlock, keep_state, never_chunk, next_token_loss, split_gpt_block, split_into_layers
 from models import Benchmark, build
-from reporting import environment, escaped, print_environment, version_of, write_document
+from reporting import (
+    check_device,
+    console_of_width,
+    environment,
+    escaped,
+    print_environment,
+    version_of,
+    write_document,
+)
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -358,15 +365,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--quick", action="store_true", help="tiny models: a smoke test, no figures")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 130)
+    console = console_of_width(130)
     device = torch.device(options.device)
     size = "tiny" if options.quick else "full" if options.device == "cuda" else "small"
     cases = [case for case in all_cases() if case.family in options.family]

@@ -44,9 +44,8 @@ import torch._functorch.config as functorch_config
 from budgets import Bench, budgets_between, least_budget
 from levels import PEER, PassCounter, import_peer, optimize
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
-from reporting import environment, escaped, print_environment, write_document
+from reporting import check_device, console_of_width, environment, escaped, print_environment, write_document
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -274,8 +273,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment to FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the points to FILE (needs matplotlib)")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = ("tiny", "small") if options.quick else ("small", "full")
     options.size = options.size or sizes[options.device == "cuda"]
@@ -290,8 +288,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 110)
+    console = console_of_width(110)
     device = torch.device(options.device)
     try:
         if options.picture is not None:

@@ -57,9 +57,16 @@ from kernel_measuring import (
     describe_error,
     measure_case,
 )
-from reporting import environment, escaped, print_environment, version_of, write_document
+from reporting import (
+    check_device,
+    console_of_width,
+    environment,
+    escaped,
+    print_environment,
+    version_of,
+    write_document,
+)
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 COLUMNS = (
@@ -495,16 +502,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     size.add_argument("--quick", action="store_true", help="fewer shapes, smaller tensors, within two minutes on a GPU")
     size.add_argument("--size", choices=tuple(SIZES), help="default: full on cuda, tiny on cpu")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     started = time.time()
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 160)
+    console = console_of_width(160)
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     size = options.size or (("quick" if options.quick else "full") if on_gpu else "tiny")

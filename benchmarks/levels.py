@@ -30,9 +30,8 @@ from pathlib import Path
 
 import torch
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
-from reporting import environment, escaped, print_environment, write_document
+from reporting import check_device, console_of_width, environment, escaped, print_environment, write_document
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from training_steps import (
@@ -247,15 +246,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.warmup < 0:
         parser.error(f"--steps must be at least 1 and --warmup 0, got {options.steps} and {options.warmup}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 100)
+    console = console_of_width(100)
     device = torch.device(options.device)
     size = "tiny" if options.quick else options.size or ("full" if options.device == "cuda" else "small")
     try:

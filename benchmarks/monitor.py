@@ -50,9 +50,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from memory_limit import MemoryLimit
 from models import Benchmark, MissingLibraryError, Size, build
-from reporting import environment, escaped, print_environment, write_document
+from reporting import check_device, console_of_width, environment, escaped, print_environment, write_document
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
@@ -435,15 +434,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {options.pairs}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+    check_device(parser, options.device)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console()
-    console.width = max(console.width, 130)
+    console = console_of_width(130)
     device = torch.device(options.device)
     small: Size = "tiny" if options.quick else "small"
     size: Size = "full" if options.device == "cuda" and not options.quick else small

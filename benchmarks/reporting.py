@@ -7,6 +7,7 @@ Versions, device and command line that a reader needs to repeat it, on the conso
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -40,6 +41,19 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def check_device(parser: argparse.ArgumentParser, device: str | None) -> None:
+    """Refuse a device that is not here, as ``parser`` refuses other options."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda was asked for and torch finds no CUDA device; use --device cpu")
+
+
+def console_of_width(least: int) -> Console:
+    """A console on which lines of ``least`` characters are not broken, however narrow the terminal."""
+    console = Console()
+    console.width = max(console.width, least)
+    return console
 
 
 def print_environment(console: Console, about: Mapping[str, Any]) -> None:

@@ -111,14 +111,13 @@ def _monitored(trainer: Trainer) -> dict[str, float]:
     return {k.removeprefix(prefix): float(v) for k, v in trainer.callback_metrics.items() if k.startswith(prefix)}
 
 
-def _trainer(tmp_path: Path, *callbacks: Callback, logger: Any = False, **arguments: Any) -> Trainer:
-    defaults: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
+def _trainer(folder: Path | str, *callbacks: Callback, logger: Any = False, **arguments: Any) -> Trainer:
+    defaults: dict[str, Any] = {"devices": 1, "max_epochs": 1, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
     return Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=list(callbacks),
         logger=logger,
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -1138,19 +1137,8 @@ def _fit_on_rank(rank: int, folder: str) -> dict[str, Any]:
 
     MemoryMonitor._close = close  # type: ignore[method-assign]
     logger = CSVLogger(folder)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        logger=logger,
-        log_every_n_steps=1,
-        callbacks=[MemoryMonitor(trace_every_n_steps=2)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    monitor = MemoryMonitor(trace_every_n_steps=2)
+    trainer = _trainer(folder, monitor, logger=logger, devices=2, strategy="ddp")
     trainer.fit(UnevenNet(batches=8))
     return {
         "local": local,
@@ -1196,20 +1184,7 @@ def _break_down_on_rank(rank: int, folder: str) -> dict[str, Any]:
     attribution._attributed = failing  # type: ignore[assignment]
     monitor, logger = MemoryMonitor(breakdown_every_n_steps=2), CSVLogger(folder)
     model = AdamNet(batches=8, hidden=4096)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        logger=logger,
-        log_every_n_steps=1,
-        limit_val_batches=0,
-        callbacks=[monitor],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = _trainer(folder, monitor, logger=logger, devices=2, strategy="ddp", limit_val_batches=0)
     trainer.fit(model)
     return {"breakdown": monitor.breakdown, "rows": _rows(logger) if rank == 0 else [], "bytes": _bytes_of(model)}
 
