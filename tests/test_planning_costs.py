@@ -580,6 +580,25 @@ class TestUnusualRegions:
         assert choice_of(named(seen.costs, "0"), RECOMPUTE).refused == "saves nothing"
         assert named(seen.costs, "0").choices[0].backward_peak_bytes == 0
 
+    @pytest.mark.parametrize("held", [lambda state: state, lambda state: (state, None)], ids=["itself", "in a tuple"])
+    def test_a_state_with_the_graph_of_an_earlier_call_is_cut_off_from_it(self, held: Callable[[Tensor], Any]) -> None:
+        class Remembering(Residual):
+            def __init__(self) -> None:
+                super().__init__()
+                self.state: Any = None
+
+            def forward(self, x: Tensor) -> Tensor:
+                before = self.state[0] if isinstance(self.state, tuple) else self.state
+                x = super().forward(x if before is None else x + 0.5 * before)
+                self.state = held(x)
+                return x
+
+        def forward(model: nn.Module) -> Tensor:
+            return model(model(torch.ones(8, 64))).square().mean()
+
+        seen = observed(Step(nn.Sequential(Remembering()), forward, (Remembering,)))
+        assert [choice_of(region, RECOMPUTE).refused for region in seen.costs.regions if region.path == "0"] == ["", ""]
+
     def test_parameters_that_a_region_writes_to_keep_their_values(self) -> None:
         class Clamped(Residual):
             def forward(self, x: Tensor) -> Tensor:

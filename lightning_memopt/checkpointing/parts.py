@@ -236,11 +236,13 @@ def run_part(
             if facts.pays.get(index) is False:
                 return function(*args, **kwargs)
             dear.append(index)
+    call = PartCall(part, leaves, spec, dear)
     inside.running = True
     try:
-        return PartCall(part, leaves, spec, dear).forward(saved, part, function, args, kwargs, inside.runs)
+        return call.forward(saved, part, function, args, kwargs, inside.runs)
     finally:
         inside.running = False
+        call.decided()
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
@@ -344,21 +346,6 @@ class PartCall:
         runs: Runs,
     ) -> Any:
         """Run ``function``, the forward of ``part``; ``saved`` stores what it must, ``runs`` keeps the run."""
-        try:
-            return self._forward(saved, part, function, args, kwargs, runs)
-        finally:
-            # These tensors know the nodes that know this call.
-            self._undecided = None
-
-    def _forward(
-        self,
-        saved: SavedTensors,
-        part: Part,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        runs: Runs,
-    ) -> Any:
         self.around = saved.around
         tensors = [(i, leaf, leaf._version) for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         recipes: dict[int, Form] = {}
@@ -398,6 +385,10 @@ class PartCall:
         self._link.leave_to(runs)
         after_backward(self, self._slots, PartCall._has_run, PartCall._let_go)
         return result
+
+    def decided(self) -> None:
+        """Let go of what was saved and not decided on: those tensors know the nodes that know this call."""
+        self._undecided = None
 
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._undecided is not None:

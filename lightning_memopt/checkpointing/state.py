@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -633,22 +633,33 @@ def cut_graphs(modules: Iterable[nn.Module]) -> None:
     ):
         anchor = torch.empty(0, requires_grad=True)
 
-        def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.grad_fn is None:
-                return value
-            return _Cut.apply(anchor, [value.detach()])
+        stores = [store for module in modules for store in stores_of(module) if not store.holds_parameters]
+        replace_graphs(stores, lambda state: _Cut.apply(anchor, [state.detach()]))
 
-        for module in modules:
-            for store in stores_of(module):
-                held = [] if store.holds_parameters else list(store.entries())
-                for key, value in held:
-                    if isinstance(value, Tensor):
-                        store.contents[key] = cut(value)
-                    elif isinstance(value, tuple):
-                        leaves, spec = tuple_leaves(value)
-                        store.contents[key] = tree_unflatten(map(cut, leaves), spec)
-                if held:
-                    store.write(store.contents)
+
+def replace_graphs(stores: Iterable[Store], instead: Callable[[Tensor], Tensor]) -> None:
+    """Let places hold ``instead(tensor)`` in place of each tensor with a graph that they hold, themselves or in tuples.
+
+    Args:
+        stores: as they were noted just now.
+        instead: what takes the place of a tensor.
+    """
+
+    def other(value: Any) -> Any:
+        return instead(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+    for store in stores:
+        changed: dict[Any, Any] = {}
+        for key, value in store.entries():
+            leaves, spec = tuple_leaves(value) if isinstance(value, tuple) else ([value], None)
+            others = [other(leaf) for leaf in leaves]
+            if any(new is not old for new, old in zip(others, leaves, strict=True)):
+                changed[key] = others[0] if spec is None else tree_unflatten(others, spec)
+        if changed:
+            contents = store.read()
+            for key, value in changed.items():
+                contents[key] = value
+            store.write(contents)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from lightning_memopt.checkpointing import (
 )
 from lightning_memopt.checkpointing.layout import is_dense
 from lightning_memopt.checkpointing.module import set_config
-from lightning_memopt.checkpointing.state import forget_constants
+from lightning_memopt.checkpointing.state import forget_constants, replace_graphs
 from lightning_memopt.measuring import MemoryMark, mark_memory, measure_memory
 from lightning_memopt.measuring.storage_trace import fake_mode, is_timed
 from lightning_memopt.observing.costs import Choice
@@ -574,17 +574,8 @@ def _own(call: RegionCall, tensor: Tensor) -> Tensor:
 
 def _cut_off_state(call: RegionCall) -> None:
     """State that an earlier call left with a graph gets leaves in its place: that graph is not ours to run."""
-    for store in take_snapshot(call.module, objects=call.given, copy=False)._stores:
-        changed = {
-            key: value.detach().requires_grad_()
-            for key, value in store.entries()
-            if isinstance(value, Tensor) and value.grad_fn is not None
-        }
-        if changed:
-            contents = store.read()
-            for key, value in changed.items():
-                contents[key] = value
-            store.write(contents)
+    stores = take_snapshot(call.module, objects=call.given, copy=False)._stores
+    replace_graphs(stores, lambda state: state.detach().requires_grad_())
 
 
 def _users(tensor: Tensor) -> int:
