@@ -166,18 +166,10 @@ def estimate_module(
                 _rehearse(made, optimizers)
             report = measure_memory(step, device=fakes_on, model=made, optimizer=optimizers, batch=_tensors(batch))
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
-            if not _asks_for_values(error):
-                if not _refused_by_shapes(error):
-                    raise
-                raise ValueError(
-                    "An operation of the step refuses its tensors by torch's rules for those without values "
-                    f"({error}). If the step runs on real ones, measure it with measure_memory(step, model=...), or "
-                    "estimate it in another precision."
-                ) from error
-            raise ValueError(
-                f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
-                "`loss` function that does not, or measure a real step with measure_memory(step, model=...)."
-            ) from error
+            reason = _why_not_on_fakes(error)
+            if reason is None:
+                raise
+            raise ValueError(reason) from error
     assert report.breakdown is not None
     name = type(made).__name__
     return MemoryEstimate(
@@ -307,16 +299,23 @@ def _accepted(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _asks_for_values(error: Exception) -> bool:
+def _why_not_on_fakes(error: Exception) -> str | None:
+    """In words, why a step cannot run without values; None if that is not what is wrong with it."""
     # For .numpy() torch has no exception of its own.
-    of_fakes = (DataDependentOutputException, DynamicOutputShapeException)
-    return isinstance(error, of_fakes) or ".numpy()" in str(error)
-
-
-def _refused_by_shapes(error: Exception) -> bool:
-    """Whether torch's rules for shapes raised it: some are stricter than the kernels."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)) or ".numpy()" in str(error):
+        return (
+            f"The step reads a value of a tensor ({error}), and an estimate has no values. Give estimate_memory a "
+            "`loss` function that does not, or measure a real step with measure_memory(step, model=...)."
+        )
+    # Some of torch's rules for shapes are stricter than its kernels.
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename.endswith("_meta_registrations.py") for frame, _ in frames)
+    if any(frame.f_code.co_filename.endswith("_meta_registrations.py") for frame, _ in frames):
+        return (
+            "An operation of the step refuses its tensors by torch's rules for those without values "
+            f"({error}). If the step runs on real ones, measure it with measure_memory(step, model=...), or "
+            "estimate it in another precision."
+        )
+    return None
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def suggest(model: Any, example: Any = None, **settings: Any) -> tuple[Suggestio
     """
     now = estimate_memory(model, example, **settings)
     if isinstance(model, Transformer):
-        changes = _changes(model, Training(**settings))
+        changes = _changes_of_description(model, Training(**settings))
     else:
         changes = _changes_of_module(model, example, settings, now)
     found = []
@@ -159,18 +159,15 @@ def _changes_of_module(
         yield f"optimizer={name!r}", "accuracy", partial(int, now.peak_bytes + less), optimizer_row(name).caveat
 
 
-def _changes(model: Transformer, training: Training) -> Iterator[_Change]:
-    for change, price, other, trained, caveat in _changes_of_description(model, training):
+def _changes_of_description(model: Transformer, training: Training) -> Iterator[_Change]:
+    def peak(model: Transformer, training: Training) -> int:
+        return estimate_transformer(model, training).peak_bytes
 
-        def peak(other: Transformer = other, trained: Training = trained) -> int:
-            return estimate_transformer(other, trained).peak_bytes
-
-        yield change, price, peak, caveat
+    for change, price, other, trained, caveat in _other_trainings(model, training):
+        yield change, price, partial(peak, other, trained), caveat
 
 
-def _changes_of_description(
-    model: Transformer, training: Training
-) -> Iterator[tuple[str, Price, Transformer, Training, str]]:
+def _other_trainings(model: Transformer, training: Training) -> Iterator[tuple[str, Price, Transformer, Training, str]]:
     """Each change: its words, its price, the model and training it leads to, and its caveat."""
     precision = precision_of(training.precision)
     sharded = training.strategy.startswith("fsdp")
