@@ -325,6 +325,17 @@ def test_after_two_steps_above_the_budget_the_third_is_aimed_well_below_it() -> 
     assert seen == [1, 2, 3]
 
 
+def test_a_refusal_does_not_speak_of_all_plans_where_the_one_with_the_least_peak_was_not_measured() -> None:
+    peaks = {1: 1391, 2: 1391, 3: 1391, 4: 1100}
+    with pytest.raises(
+        MemoryBudgetError, match=r"No plan was found .* one of 3 measured plans has is .*1391"
+    ) as refused:
+        plan_within(costs(), 1390, lambda chosen: peaks[len(chosen)])
+    assert refused.value.least_bytes == 1391
+    with pytest.raises(MemoryBudgetError, match=r"No plan keeps .* any plan of the observed regions has"):
+        plan_within(costs(), 1000, lambda chosen: peaks[len(chosen)])
+
+
 def test_after_two_steps_far_above_the_budget_the_third_is_that_of_the_least_peak() -> None:
     seen = []
 

@@ -161,12 +161,14 @@ def refusal(
         smallest_batch: the batch has one sample, and none that is smaller can be advised.
     """
     measured = [(step.peak_bytes, step.solution.assignment) for step in steps if step.peak_bytes is not None]
+    lowest = solve(costs, 0, correction)
+    least, least_bytes = lowest.simulated, max(lowest.simulated.peak_bytes, budget_bytes - reserved_bytes + 1)
+    found, of_which = "No plan keeps", "any plan of the observed regions has"
     if measured:
         least_bytes, assignment = min(measured, key=lambda plan: plan[0])
         least = simulate(costs, assignment, correction)
-    else:
-        least = solve(costs, 0, correction).simulated
-        least_bytes = max(least.peak_bytes, budget_bytes - reserved_bytes + 1)
+        if all(tried != lowest.assignment for _, tried in measured):  # the last one was to fit, and took more
+            found, of_which = "No plan was found that keeps", f"one of {len(measured)} measured plans has"
     least_bytes += reserved_bytes
     how = "measured" if measured else "predicted"
     reserved = f"reserved for optimizer states and the like: {format_bytes(reserved_bytes)}; " if reserved_bytes else ""
@@ -174,9 +176,8 @@ def refusal(
     no_smaller = smallest_batch or least.peak.kind == "optimizer"
     of_one = " of a batch of one sample" if smallest_batch else ""
     return MemoryBudgetError(
-        f"No plan keeps a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that any plan "
-        f"of the observed regions has is {format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.peak}, "
-        f"where these are alive: {reserved}"
+        f"{found} a training step{of_one} within {format_bytes(budget_bytes)}. The smallest peak that {of_which} is "
+        f"{format_bytes(least_bytes)} ({least_bytes} bytes, {how}), in {least.peak}, where these are alive: {reserved}"
         f"{_said(least)}. Allow at least {at_least}{'' if no_smaller else ', or use a smaller batch'}.",
         least_bytes,
     )
