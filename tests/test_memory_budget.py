@@ -21,7 +21,7 @@ from lightning_memopt.checkpointing import is_checkpointed
 from lightning_memopt.measuring import measure_memory, optimizer_bytes
 from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, optimize_memory
-from lightning_memopt.planning.within_budget import MOST_STEPS, plan_within
+from lightning_memopt.planning.within_budget import MOST_STEPS, choices_of, plan_within
 from tests.benchmark_scripts import benchmark_scripts
 from tests.digits_training import Recorder, SpikingConv, Transformer, assert_same_training, make_trainer, training_data
 from tests.equality import assert_same_tree, frozen, seed_everything, state_of
@@ -285,13 +285,13 @@ def test_there_is_one_way_to_plan_at_a_time(options: dict[str, Any]) -> None:
 # Steps that do not go as predicted
 
 
-def costs() -> StepCosts:
+def costs(blocks: int = 4) -> StepCosts:
     def region(number: int) -> RegionCosts:
         keep = ChoiceCost(Choice(), {10 * number: 100}, 100, 50, 0.0)
         again = ChoiceCost(Choice("recompute"), {10 * number + 1: 10}, 100, 60, 1.0)
         return RegionCosts(f"block{number}", (keep, again), {}, 0, 0)
 
-    return StepCosts(1000, tuple(map(region, range(4))), ({},) * 5, 0, 0, 0, 9.0, 0, "ms")
+    return StepCosts(1000, tuple(map(region, range(blocks))), ({},) * (blocks + 1), 0, 0, 0, 9.0, 0, "ms")
 
 
 def test_a_refusal_names_the_gradients_of_the_step_before() -> None:
@@ -334,6 +334,21 @@ def test_a_refusal_does_not_speak_of_all_plans_where_the_one_with_the_least_peak
     assert refused.value.least_bytes == 1391
     with pytest.raises(MemoryBudgetError, match=r"No plan keeps .* any plan of the observed regions has"):
         plan_within(costs(), 1000, lambda chosen: peaks[len(chosen)])
+
+
+def test_the_third_step_has_a_margin_of_a_twentieth_of_the_budget_or_four_times_the_excess() -> None:
+    def aimed_at(excess: int) -> int:
+        peaks = iter([5000 + excess, 5000 + excess, 3000])
+        return plan_within(costs(blocks=100), 5000, lambda chosen: next(peaks)).steps[2].predicted_bytes
+
+    assert 4600 < aimed_at(1) <= 4750
+    assert 4200 < aimed_at(150) <= 4400
+
+
+def test_after_two_steps_that_ran_out_of_memory_the_third_is_that_of_the_least_peak() -> None:
+    peaks = iter([None, None, 4000])
+    third = plan_within(costs(blocks=100), 5000, lambda chosen: next(peaks)).steps[2]
+    assert len(choices_of(costs(blocks=100), third.solution.assignment)) == 100
 
 
 def test_after_two_steps_far_above_the_budget_the_third_is_that_of_the_least_peak() -> None:

@@ -79,6 +79,14 @@ def _loss(model: Any, batch: Call) -> Tensor:
     return loss
 
 
+def _treats_attention(model: nn.Module) -> bool:
+    """Whether a treated region has attention inside, which reads and writes the cache of keys and values."""
+    plan = applied_plan(model)
+    assert plan is not None
+    treated = [model.get_submodule(region.path) for region in plan.regions if region.treatment != "keep"]
+    return any("Attention" in type(part).__name__ for region in treated for part in region.modules())
+
+
 def _peak_bytes(model: nn.Module, batch: Call) -> int:
     def step() -> None:
         model.zero_grad()
@@ -119,6 +127,7 @@ def test_budgets_reach_what_a_level_reaches_and_are_kept(name: str) -> None:
         least = refusal.least_bytes
     optimize_memory(model, example_forward=forward, memory_budget=least, can_chunk=never)
     assert _peak_bytes(model, example) <= least
+    assert _treats_attention(model)
 
     del model
     gc.collect()
