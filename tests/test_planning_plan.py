@@ -273,14 +273,27 @@ class TestTable:
         assert "<0.001" in text
         assert "e-0" not in text
 
-    def test_equal_regions_in_a_row_share_a_row(self) -> None:
+    def test_equal_regions_whose_paths_differ_in_a_number_share_a_row(self) -> None:
         alike = [RegionPlan(f"blocks.{i}", "Block", "recompute", "same", input_bytes=2**20) for i in range(4)]
         other = dataclasses.replace(alike[0], path="blocks.4", input_bytes=2**21)
-        pair = [RegionPlan(f"heads.{i}", "Head", "keep", "same") for i in range(2)]
-        text = printed(Plan(regions=(*alike, other, *pair)))
-        assert "blocks.0 ... blocks.3 (4)" in text
-        assert "blocks.1" not in text
-        assert all(path in text for path in ("blocks.4", "heads.0", "heads.1", "5 of 7 recomputed"))
+        text = printed(Plan(regions=(*alike, other, dataclasses.replace(alike[0], path="blocks.7"))))
+        assert "blocks.{0..3,7}" in text
+        assert "5 Block" in text
+        assert "blocks.4" in text
+        assert "6 of 6 recomputed" in text
+
+    def test_equal_parts_of_repeated_blocks_share_a_row_at_the_place_of_the_first(self) -> None:
+        paths = [f"stages.{i}.blocks.{j}.{part}" for i in range(2) for j in range(3) for part in ("attn", "mlp")]
+        text = printed(Plan(regions=tuple(RegionPlan(path, path[-3:], "recompute", "same") for path in paths)))
+        attention, mlp = (f"stages.{{0,1}}.blocks.{{0..2}}.{part}" for part in ("attn", "mlp"))
+        assert text.index(attention) < text.index(mlp)
+        assert text.count("stages.") == 2
+        assert "6 mlp" in text
+
+    def test_equal_regions_of_other_names_have_rows_of_their_own(self) -> None:
+        paths = ("stages.0.blocks.0", "stages.1.blocks.1", "head", "neck")
+        text = printed(Plan(regions=tuple(RegionPlan(path, "Block", "keep", "same") for path in paths)))
+        assert all(path in text for path in paths)
 
     def test_regions_with_further_names_are_not_folded_away(self) -> None:
         plan = Plan(regions=tuple(RegionPlan(f"b.{i}", "B", "keep", "why", aliases=(f"a.{i}",)) for i in range(3)))
@@ -376,10 +389,10 @@ class TestTable:
         lines = capture.get().splitlines()
         assert max(map(len, lines)) <= 80
         for unbroken in (
-            "layers.1.attention",
+            "layers.{0,1}.attention",
             "recompute, 1-bit inputs",
             "recompute_cheap",
-            "TransformerEncoderLayer",
+            "2 TransformerEncoderLayer",
             "8192.0",
             "+10.0%",
         ):

@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -317,7 +318,7 @@ class Plan:
         return ", ".join(counts)
 
     def table(self) -> Table:
-        """The plan as a rich table: a row for each region, or for a run of equal ones; sums of the treated ones.
+        """The plan as a rich table: a row for each region, or for equal ones; sums of the treated ones.
 
         Sizes in MiB, of one region also where a row stands for several. The class is below the region's name, the
         reason below its treatment: so all of it can be read on 80 columns. The caption says what was measured, and what
@@ -325,7 +326,6 @@ class Plan:
         """
         measured = any(region.saved_bytes is not None for region in self.regions)
         timed = self.time_unit is not None
-        rows = self._runs(measured=measured, timed=timed)
         table = Table(
             title=self._title(),
             caption=self._caption(),
@@ -338,11 +338,11 @@ class Plan:
         table.add_column("treatment\nand why", footer=self._counts(), overflow="fold")
         for header, total in self._columns(measured=measured, timed=timed):
             table.add_column(header, justify="right", footer=total, no_wrap=True)
-        for (class_name, treatment, reason, *numbers), run in rows:
-            style = "dim" if run[0].treatment == "keep" else None
-            name = Text.assemble(_names(run), "\n", (class_name, "dim"))
+        for name, count, (class_name, treatment, reason, *numbers) in self._rows(measured=measured, timed=timed):
+            style = "dim" if treatment == "keep" else None
+            region = Text.assemble(name, "\n", (f"{count} {class_name}" if count > 1 else class_name, "dim"))
             why = Text.assemble(treatment, "\n" if reason else "", (reason, "dim"))
-            table.add_row(name, why, *map(Text, numbers), style=style)
+            table.add_row(region, why, *map(Text, numbers), style=style)
         return table
 
     def _columns(self, *, measured: bool, timed: bool) -> Iterator[tuple[str, str]]:
@@ -355,15 +355,21 @@ class Plan:
         if timed:
             yield "time", self._in_share(self.added_time)
 
-    def _runs(self, *, measured: bool, timed: bool) -> list[tuple[list[str], list[RegionPlan]]]:
-        """The cells of each row but for the name, and the regions they hold for."""
-        rows = [(self._cells(region, measured=measured, timed=timed), region) for region in self.regions]
-        runs: list[tuple[list[str], list[RegionPlan]]] = []
-        for cells, group in itertools.groupby(rows, key=lambda row: row[0]):
-            run = [region for _, region in group]
-            folds = len(run) >= _SHORTEST_RUN and not any(region.aliases for region in run)
-            runs += [(cells, run)] if folds else [(cells, [region]) for region in run]
-        return runs
+    def _rows(self, *, measured: bool, timed: bool) -> Iterator[tuple[str, int, list[str]]]:
+        """Each row's name, how many regions it holds for, and its other cells.
+
+        Regions that differ in a number of their path alone share a row.
+        """
+        cells = {region.path: self._cells(region, measured=measured, timed=timed) for region in self.regions}
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for region in self.regions:
+            # A region with further names has a row of its own that shows them.
+            alike.setdefault((*cells[region.path], *region.aliases), []).append(region.path)
+        merged = {first: name for paths in alike.values() for first, name in _merged(paths).items()}
+        for region in self.regions:
+            if region.path in merged:
+                name, count = merged[region.path]
+                yield "\n= ".join((name, *region.aliases)), count, cells[region.path]
 
     def _cells(self, region: RegionPlan, *, measured: bool, timed: bool) -> list[str]:
         cells = [region.class_name, describe_treatment(region), region.reason]
@@ -462,15 +468,35 @@ def _tried(trials: tuple[Trial, ...]) -> str:
 
 
 _FROM_SHAPES = "predicted from shapes, nothing was computed or measured"
-_SHORTEST_RUN = 3
-"""So many equal regions in a row are shown as one row."""
 
 
-def _names(run: list[RegionPlan]) -> str:
-    first = run[0]
-    if len(run) > 1:
-        return f"{first.path} ... {run[-1].path} ({len(run)})"
-    return first.path + "".join(f"\n= {alias}" for alias in first.aliases)
+def _merged(paths: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """A name for paths that differ in a number alone, and their number, under the first of them.
+
+    ``h.{0..3}.attn`` and 4 for four of them.
+    """
+    parts: dict[str, list[tuple[str, ...]]] = {path: [(part,) for part in path.split(".")] for path in paths}
+    for place in range(max(map(len, parts.values()))):
+        firsts: dict[Any, str] = {}
+        for path, split in list(parts.items()):
+            if place < len(split) and split[place][0].isdecimal():
+                first = firsts.setdefault((*split[:place], None, *split[place + 1 :]), path)
+                if first != path:
+                    parts[first][place] += split[place]
+                    del parts[path]
+    return {first: (".".join(map(_numbers, split)), math.prod(map(len, split))) for first, split in parts.items()}
+
+
+def _numbers(part: tuple[str, ...]) -> str:
+    """``{0..3,7}`` for five numbers; a word or a single number as it is."""
+    if len(part) == 1:
+        return part[0]
+    numbers = sorted(map(int, part))
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(enumerate(numbers), key=lambda entry: entry[1] - entry[0])
+    ]
+    return "{" + ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs) + "}"
 
 
 def left_to_check(plan: Plan) -> Plan:
