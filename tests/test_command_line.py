@@ -109,3 +109,19 @@ def test_wrong_arguments_end_with_a_message(
     assert message in said
     # The usage is that of the command that was given.
     assert said.startswith(f"usage: python -m lightning_memopt {' '.join(arguments[:1])}".rstrip())
+
+
+def test_neither_the_help_nor_an_estimate_by_numbers_waits_for_lightning_or_the_compiler(tmp_path: Path) -> None:
+    script = """
+import runpy, sys
+try:
+    runpy.run_module("lightning_memopt", run_name="__main__")
+finally:
+    print("loaded", sorted({"lightning", "torch._dynamo"} & set(sys.modules)))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for arguments in (["--help"], ["estimate", "llama-2-7b"]):
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "loaded []"

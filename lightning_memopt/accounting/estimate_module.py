@@ -34,8 +34,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -356,7 +354,7 @@ def _made_module(
             raise TypeError(f"the function that was to make a torch.nn.Module returned {module!r}")
     made, originals = fake_copy(module, device, dtype)
     # A Trainer has called it already. Otherwise there may be no layers before.
-    if isinstance(made, LightningModule) and getattr(module, "_trainer", None) is None:
+    if _is_lightning(made) and hasattr(made, "configure_model") and getattr(module, "_trainer", None) is None:
         with device:
             made.configure_model()
     if not made.training:
@@ -464,6 +462,9 @@ def _loss_of(module: nn.Module, loss: Loss | None) -> Loss:
 
 
 def _training_step(module: Any, batch: Any) -> Any:
+    # Half of the time of `estimate --help` would be spent on importing it above.
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
     # By position, whatever its name, as the Trainer passes it.
     indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (batch, 0) if indexed else (batch,)

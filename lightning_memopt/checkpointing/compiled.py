@@ -88,12 +88,15 @@ torch.library.register_autograd(
 )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _allow_state_in_regions(allow: bool) -> bool:
     """Runs while the compiler traces; a torch without this setting rejects stateful regions itself."""
     if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = allow
     return allow
+
+
+# What torch.compiler.assume_constant_result does, which would load the compiler with this module.
+_allow_state_in_regions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compiled_region(
