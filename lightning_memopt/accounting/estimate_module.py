@@ -354,9 +354,10 @@ def _made_module(
             raise TypeError(f"the function that was to make a torch.nn.Module returned {module!r}")
     made, originals = fake_copy(module, device, dtype)
     # A Trainer has called it already. Otherwise there may be no layers before.
-    if _is_lightning(made) and hasattr(made, "configure_model") and getattr(module, "_trainer", None) is None:
+    configure_model: Any = getattr(made, "configure_model", None)
+    if _is_lightning(made) and configure_model is not None and getattr(module, "_trainer", None) is None:
         with device:
-            made.configure_model()
+            configure_model()
     if not made.training:
         made.train()
     if _is_lightning(made):
