@@ -370,7 +370,8 @@ def added_time(costs: StepCosts, choices: Mapping[str, Choice]) -> float:
     """Time that the choices add to a step, in the unit of the costs; they are by path, as in a plan."""
 
     def of(region: RegionCosts) -> float:
-        choice = choices.get(region.path)
+        of_modules = {choices.get(path) for path in region.series or (region.path,)}
+        choice = of_modules.pop() if len(of_modules) == 1 else None
         if choice is None:
             return sum(map(of, region.children))
         return next(cost.extra for cost in region.choices if cost.choice == choice)

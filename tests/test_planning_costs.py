@@ -146,6 +146,11 @@ def named(costs: StepCosts, path: str) -> RegionCosts:
     return next(region for region in costs.regions if region.path == path)
 
 
+def one_by_one(regions: Sequence[RegionCosts]) -> list[RegionCosts]:
+    """Regions with the modules of a series in its place."""
+    return [inner for r in regions for inner in (one_by_one(r.children) if r.series and r.children else [r])]
+
+
 def choice_of(region: RegionCosts, choice: Choice) -> Any:
     return next(cost for cost in region.choices if cost.choice == choice)
 
@@ -155,11 +160,12 @@ def choice_of(region: RegionCosts, choice: Choice) -> Any:
 
 
 def everywhere(regions: Sequence[RegionCosts], choice: Choice) -> Assignment:
-    """``choice`` for every region that takes it, else keep."""
-    chosen = [
-        next((i for i, cost in enumerate(region.choices) if cost.choice == choice and not cost.refused), 0)
-        for region in regions
-    ]
+    """``choice`` for every region that takes it, else keep; modules in series one by one if they do not together."""
+    chosen: list[int | Assignment] = []
+    for region in regions:
+        at = next((i for i, cost in enumerate(region.choices) if cost.choice == choice and not cost.refused), None)
+        one_by_one = at is None and region.series and region.children
+        chosen.append(everywhere(region.children, choice) if one_by_one else at or 0)
     return Assignment(tuple(chosen))
 
 
@@ -183,8 +189,9 @@ def treat(step: Step, seen: ObservedStep, regions: Sequence[RegionCosts], plan: 
         if isinstance(chosen, Assignment):
             treat(step, seen, region.children, chosen)
         elif region.choices[chosen].choice.treatment != "keep":
-            arguments = treatment_arguments(region.path, region.choices[chosen].choice, seen.observations[region.path])
-            checkpoint_module(modules[region.path], **arguments)
+            for path in region.series or (region.path,):
+                arguments = treatment_arguments(path, region.choices[chosen].choice, seen.observations[path])
+                checkpoint_module(modules[path], **arguments)
 
 
 def measured_peak(step: Step, seen: ObservedStep, plan: Assignment, *, returning: bool = False) -> int:
@@ -479,7 +486,7 @@ class TestExperiments:
 
     def test_children_are_regions_and_small_ones_are_not(self) -> None:
         costs = observed(chain(Residual, torch.randn(64, 64))).costs
-        inside = [child.path for child in named(costs, "1").children if len(child.choices) > 1]
+        inside = [child.path for child in one_by_one(named(costs, "1").children) if len(child.choices) > 1]
         assert inside == ["1.norm", "1.up", "1.down"]
         # The first block is given the batch, which is alive anyway: its norm holds next to nothing.
         inside = [child.path for child in named(costs, "0").children if len(child.choices) > 1]

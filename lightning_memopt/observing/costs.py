@@ -59,7 +59,8 @@ class RegionCosts:
     """One call of one region; regions appear in the order of the forward pass."""
 
     path: str
-    """Of a module; or, in parentheses, words for a stretch of code outside of all regions, which can only be kept."""
+    """Of a module; or, in parentheses, words for what is none: a series, or a stretch of code outside of all regions,
+    which can only be kept."""
     choices: tuple[ChoiceCost, ...]
     """The first is always ``keep``."""
     in_flight: Mapping[int, int]
@@ -72,6 +73,9 @@ class RegionCosts:
     """Smaller regions inside it, in order, of which it may consist; empty if it cannot be opened."""
     glue: Mapping[int, int] | None = None
     """If opened: bytes by storage that it holds outside its children."""
+    series: tuple[str, ...] = ()
+    """Of modules that run one after another, each on the output of the one before: their paths. A treatment is given to
+    each of them."""
 
 
 @dataclass(frozen=True)

@@ -73,18 +73,24 @@ _PIECE_NUMEL = 1 << 20
 class Moment:
     """What a region and the objects it is given remember, and all random number generators, at one time."""
 
-    snapshot: StateSnapshot
+    snapshots: tuple[StateSnapshot, ...]
+    """Of one region; or of several that run one after another, each as its own call began."""
     random: tuple[tuple[str, Callable[[], None]], ...]
 
     @staticmethod
     def now(module: nn.Module, arguments: Any, device: torch.device) -> Moment:
         """Note everything, values included; objects in ``arguments`` may remember something, too."""
         snapshot = take_snapshot(module, objects=tree_leaves(arguments), copy=True)
-        return Moment(snapshot, tuple(random_states([device])))
+        return Moment((snapshot,), tuple(random_states([device])))
+
+    def followed_by(self, other: Moment) -> Moment:
+        """This time, for the region that runs next, too."""
+        return Moment((*self.snapshots, *other.snapshots), self.random)
 
     def restore(self) -> None:
         """Return to this time."""
-        restore_snapshot(self.snapshot)
+        for snapshot in self.snapshots:
+            restore_snapshot(snapshot)
         for _, write in self.random:
             write()
 
@@ -107,6 +113,8 @@ class RegionCall:
     """Bytes that the allocator hands out for a tensor of so many bytes."""
     writes_input: bool = False
     """Whether it changes an input in place. Then the values it was given are lost, and only ``keep`` can be tried."""
+    treated: tuple[nn.Module, ...] = ()
+    """The modules that a treatment is given to, if not ``module``."""
 
     @property
     def given(self) -> list[Any]:
@@ -262,7 +270,7 @@ class _Bench:
         self._call = call
         self._after = Moment.now(call.module, call.given, call.device)
         self._written = [(parameter, parameter.detach().clone()) for parameter in call.written]
-        self._treated = region_config(call.module)
+        self._treated = [(module, region_config(module)) for module in call.treated or (call.module,)]
         self._reference: _Left | None = None
         self._noise = 0.0
         # What it returned in the real call; not where the real call began with other values than we have.
@@ -279,7 +287,7 @@ class _Bench:
                 self._run("", {}, again)
                 self._noise = _NOISE * _distance(first, again)
         recomputed = next((arguments for arguments in choices if arguments.get("chunks") == 1), None)
-        if recomputed is not None and self._call.before.snapshot._copies:
+        if recomputed is not None and any(snapshot._copies for snapshot in self._call.before.snapshots):
             with suppress(Exception):
                 self._run("", recomputed, _Left())
 
@@ -327,10 +335,11 @@ class _Bench:
         return allowed
 
     def _treat(self, arguments: Mapping[str, Any]) -> None:
-        if arguments:
-            checkpoint_module(self._call.module, **arguments)
-        else:
-            set_config(self._call.module, self._treated)
+        for module, config in self._treated:
+            if arguments:
+                checkpoint_module(module, **arguments)
+            else:
+                set_config(module, config)
 
     def _put_back_parameters(self) -> None:
         with torch.no_grad():

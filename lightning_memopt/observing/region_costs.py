@@ -23,6 +23,10 @@ to those that save less than a hundredth of what the outermost one saves. A stre
 outside of others, is an entry of its own whose only choice is to be kept: its tensors, its temporary ones and its
 gradients then stand at their place in the step. Its path is no module's: it is in parentheses.
 
+Regions one after another
+-------------------------
+Layers that a ``forward`` calls one on the output of the other are also tried together, see ``series.py``.
+
 Copies of weights that autocast makes live until the end of the forward, in its cache, and as long as somebody saved
 them.
 """
@@ -39,6 +43,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memopt.checkpointing import BitSpikeCompressor
 from lightning_memopt.checkpointing.chunks import refuse_norms
@@ -60,15 +65,17 @@ from lightning_memopt.observing.observe import (
     uncompiled,
 )
 from lightning_memopt.observing.regions import Region, as_region, is_neuron, names_of_modules
+from lightning_memopt.observing.series import Series
 from lightning_memopt.observing.treatable import treated_before, trouble_with, worth_packing
 from lightning_memopt.observing.trial import loss_of, old_gradient_bytes
 from lightning_memopt.ops.value_bounds import bounds_of, is_fake
 
 KEEP = Choice()
+_CHEAP = Choice("recompute_cheap")
 CHOICES = (
     KEEP,
     Choice("pack"),
-    Choice("recompute_cheap"),
+    _CHEAP,
     Choice("recompute"),
     Choice("recompute", compressor="bit"),
     *(Choice("recompute", compressor=compressor, chunks=k) for k in (2, 4, 6, 8) for compressor in (None, "bit")),
@@ -78,6 +85,8 @@ CHOICES = (
 
 # A region inside another that saves less than this share of what the outermost one saves is not worth a treatment.
 _WORTH = 0.01
+# Modules of a series at most: each more of them is tried with all before it.
+_LONGEST_SERIES = 8
 _LAYERS_WITH_CHILDREN = (nn.MultiheadAttention,)
 # Values looked at before the whole tensor is.
 _SAMPLE = 256
@@ -252,6 +261,11 @@ class _Stretch(_Span):
     backward_peak_bytes: int = 0
     """If its backward was run: the most bytes alive meanwhile, above those before it."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing ran in it."""
+        return (self.first_sequence, self.first_storage) == (self.last_sequence, self.last_storage) and not self.saved
+
 
 @dataclass(eq=False)
 class _Call(_Span):
@@ -276,10 +290,46 @@ class _Call(_Span):
     results: tuple[Result, ...] = ()
     reasons: dict[Choice, str] = field(default_factory=dict)
     """Why choices were not tried."""
+    joins: tuple[_Call, ...] = ()
+    """Of a series: the call, or the series, that it begins with, and the call that was given its output."""
+    copies: dict[int, Tensor] | None = None
+    """By storage, what stands for its inputs, which may be gone."""
+    series: list[_Call] = field(default_factory=list)
+    """Of calls of its body that follow each other; none of them is part of another."""
+    latest: tuple[_Call, weakref.ref[Tensor]] | None = None
+    """The call or series of its body that the next call may carry on, and what it returned."""
+    carries_on: _Call | None = None
+    """What it was given the output of, nothing else, and right after."""
+
+    def let_go(self) -> None:
+        """Keep nothing that it would take to run it again."""
+        self.before, self.args, self.kwargs, self.copies = None, (), {}, None
 
     @property
     def path(self) -> str:
         return "" if self.region is None else self.region.path
+
+    @property
+    def members(self) -> tuple[_Call, ...]:
+        """The calls of a series, in order; of any other call itself alone."""
+        return tuple(member for call in self.joins for member in call.members) or (self,)
+
+    @property
+    def parts(self) -> list[_Span]:
+        """Its body, with series in place of the calls that they join."""
+        if self.joins:
+            return [*self.joins]
+        starts = {series.members[0]: series for series in self.series}
+        parts: list[_Span] = []
+        last: _Span | None = None
+        for span in self.body:
+            series = starts.get(span) if isinstance(span, _Call) else None
+            if last is None:
+                parts.append(span if series is None else series)
+                last = None if series is None else series.members[-1]
+            elif span is last:
+                last = None
+        return parts
 
 
 class _CostWatch(Watch):
@@ -345,6 +395,9 @@ class _CostWatch(Watch):
         flow = GradientFlow(loss, self._rounded)
         for span in _spans(self._root):
             span.settle()
+            for series in span.series if isinstance(span, _Call) else ():
+                for joined in _series_in(series):
+                    joined.settle()
         if last is not None:
             last.backward_peak_bytes = self._run_backward(loss, last.first_sequence)
         for saved in kept:
@@ -379,6 +432,7 @@ class _CostWatch(Watch):
         """Let go of all that was seen."""
         self._ends.clear()
         self._root.body.clear()
+        self._root.series.clear()
         self._stretch = None
 
     # -- Storages -----------------------------------------------------------------------------------------------------
@@ -511,11 +565,12 @@ class _CostWatch(Watch):
         again = any(isinstance(call, _Call) and call.index == index for call in around.body)
         if again and around.region is not None and self.worth:
             around.opens = False
+        carries_on = _carried_on(around, args, kwargs)
         call = _Call(sequence_number(), self._next, dict(self._alive), index=index, region=self._all[index])
         if torch.is_grad_enabled() and all(outer.opens for outer in self._calls):
             with without_modes():
                 call.before = Moment.now(self._all[index].module, (args, kwargs), self._device)
-            call.args, call.kwargs = args, kwargs
+            call.args, call.kwargs, call.carries_on = args, kwargs, carries_on
         around.body.append(call)
         self._calls.append(call)
         self._begin_stretch()
@@ -528,17 +583,92 @@ class _CostWatch(Watch):
             call.last_sequence, call.last_storage = sequence_number(), self._next
             if call.index == index:
                 break
-            call.before, call.args, call.kwargs = None, (), {}
+            call.let_go()
         outputs = storages_of(output).values()
         call.outputs = tuple(self.number_of(tensor) for tensor in outputs)
-        if call.before is not None and self._is_worth(call):
+        if call.before is not None:
             with without_modes():
-                self._try(call, output)
-        call.before, call.args, call.kwargs = None, (), {}
+                if self._is_worth(call):
+                    self._try(call, output)
+                self._join(call, output)
         self._begin_stretch()
 
+    def _join(self, call: _Call, output: Any) -> None:
+        """Try a call together with what it carries on, and make ready for a next one that carries it on."""
+        around, first = self._calls[-1], call.carries_on
+        performs_products = call.work.flops > 0
+        if first is not None:
+            last, call = call, self._joined(first, call)
+            if self._is_worth(call):
+                self._try(call, output)
+            around.series = [*(series for series in around.series if series is not first), call]
+            first.let_go()
+            last.let_go()
+        if performs_products or len(call.members) == _LONGEST_SERIES or not isinstance(output, Tensor):
+            call.let_go()
+        elif self.worth and _CHEAP in self._choices:
+            if not call.joins:
+                self._copy_inputs(call)
+            around.latest = call, weakref.ref(output)
+
+    def _copy_inputs(self, call: _Call) -> None:
+        """Let go of the inputs of a call, which would live on with it, but keep their values."""
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        call.copies = {}
+        with torch.no_grad():
+            for place, leaf in enumerate(leaves):
+                number = self.number_of(leaf) if isinstance(leaf, Tensor) else None
+                if number is not None:
+                    leaves[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                    call.copies.setdefault(number, leaves[place])
+        call.args, call.kwargs = tree_unflatten(leaves, spec)
+
+    @staticmethod
+    def _joined(first: _Call, second: _Call) -> _Call:
+        assert first.before is not None
+        assert second.before is not None
+        modules = [
+            member.region.module for call in (first, second) for member in call.members if member.region is not None
+        ]
+        path = f"({first.members[0].path} ... {second.path})"
+        return _Call(
+            first_sequence=first.first_sequence,
+            first_storage=first.first_storage,
+            in_flight=first.in_flight,
+            last_sequence=second.last_sequence,
+            last_storage=second.last_storage,
+            saved=first.saved + second.saved,
+            work=first.work + second.work,
+            region=Region(path, Series(modules), outside=True),
+            body=[first, second],
+            before=first.before.followed_by(second.before),
+            args=first.args,
+            kwargs=first.kwargs,
+            trace=hash((first.trace, second.trace)),
+            saves=first.saves + second.saves,
+            outputs=second.outputs,
+            joins=(first, second),
+            copies=first.copies,
+        )
+
+    def seen_of(self, call: _Call) -> RegionObservation:
+        """What was seen of its module so far; of a series by and large what was seen of the first."""
+        seen = [self.observation(member.index) for member in call.members]
+        if len(seen) == 1:
+            return seen[0]
+        return replace(
+            seen[0],
+            path=call.path,
+            calls=max(each.calls for each in seen),
+            flops=sum(each.flops for each in seen),
+            moved_bytes=sum(each.moved_bytes for each in seen),
+            input_overwritten=any(each.input_overwritten for each in seen),
+        )
+
     def _is_worth(self, call: _Call) -> bool:
-        if call.index < self._outermost:
+        if call.joins and len(self._calls) == 1:
+            return bool(call.still_saved())
+        if not call.joins and call.index < self._outermost:
             return call.region is None or not call.region.outside or bool(call.still_saved())
         if len(self._calls) == 1:  # the region around it is a generator and had returned before: nothing to treat
             return False
@@ -552,10 +682,12 @@ class _CostWatch(Watch):
         """Run the call again under each treatment, unless a call like it has been tried."""
         assert call.region is not None
         assert call.before is not None
-        given = {self.number_of(tensor): tensor for tensor in storages_of((call.args, call.kwargs)).values()}
-        neighbours = {number: tensor for number, tensor in given.items() if number is not None}
+        neighbours = call.copies
+        if neighbours is None:
+            given = {self.number_of(tensor): tensor for tensor in storages_of((call.args, call.kwargs)).values()}
+            neighbours = {number: tensor for number, tensor in given.items() if number is not None}
         call.neighbours = tuple(neighbours)
-        seen = self.observation(call.index)
+        seen = self.seen_of(call)
         tried, reasons = self._plan(call, seen)
         signature = self._signature(call, tried, reasons)
         if signature not in self._known:
@@ -571,6 +703,7 @@ class _CostWatch(Watch):
                 device=self._device,
                 rounded=self._rounded,
                 writes_input=seen.writes_input,
+                treated=tuple(m.region.module for m in call.members if m.region is not None) if call.joins else (),
             )
             self._known[signature] = (try_choices(made, tried), reasons)
         call.results, call.reasons = self._known[signature]
@@ -587,7 +720,8 @@ class _CostWatch(Watch):
         tried: dict[Choice, Mapping[str, Any]] = {}
         reasons: dict[Choice, str] = {}
         steps = _time_steps(seen)
-        fitting = (replace(choice, chunks=min(choice.chunks, max(steps, 2))) for choice in self._choices)
+        choices = (KEEP, _CHEAP) if call.joins else self._choices
+        fitting = (replace(choice, chunks=min(choice.chunks, max(steps, 2))) for choice in choices)
         for choice in dict.fromkeys(fitting):
             reason = self._reason(call, choice, seen, packed)
             if reason:
@@ -601,10 +735,14 @@ class _CostWatch(Watch):
         assert call.region is not None
         if choice.treatment == "keep":
             return ""
-        harmless = replace(seen, writes_input=False) if choice.treatment == "pack" else seen
-        trouble = trouble_with(call.region, harmless, self._treated)
-        if trouble:
-            return trouble
+        for member in call.members:
+            assert member.region is not None
+            own = self.observation(member.index)
+            # What one of a series returned, the next one may change.
+            harmless = choice.treatment == "pack" or member is not call.members[0]
+            trouble = trouble_with(member.region, replace(own, writes_input=False) if harmless else own, self._treated)
+            if trouble:
+                return trouble
         saved = call.still_saved()
         if not saved and self.worth:
             return "saves nothing"
@@ -638,7 +776,7 @@ class _CostWatch(Watch):
             for storage, bits in call.saves
         )
         return (
-            type(module),
+            tuple(type(member.region.module) for member in call.members if member.region is not None),
             tuple((parameter.shape, parameter.dtype, parameter.requires_grad) for parameter in module.parameters()),
             tuple(inner.training for inner in module.modules()),
             _described((call.args, tuple(call.kwargs.items()))),
@@ -653,6 +791,26 @@ class _CostWatch(Watch):
     def root(self) -> _Call:
         """The whole pass as one call."""
         return self._root
+
+
+def _carried_on(around: _Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+    """The call that has just ended in ``around``, if a new one is given what it returned and nothing else."""
+    if around.latest is None:
+        return None
+    (call, output), around.latest = around.latest, None
+    *_, ended, between = around.body
+    right_after = ended is call.members[-1] and isinstance(between, _Stretch) and between.is_empty
+    if right_after and len(args) == 1 and not kwargs and args[0] is output():
+        return call
+    call.let_go()
+    return None
+
+
+def _series_in(call: _Call) -> Iterator[_Call]:
+    """A series, and those that it began as."""
+    if call.joins:
+        yield call
+        yield from _series_in(call.joins[0])
 
 
 def _bytes_alive(device: torch.device) -> int:
@@ -799,15 +957,30 @@ class _Accounts:
                 made.append(costs)
             stretch.clear()
 
-        for span in call.body:
+        for span in self._parts(call):
             if isinstance(span, _Call) and self._is_worth(span, least_bytes, outermost=call is self._watch.root):
-                end_stretch(span.path)
+                end_stretch(span.members[0].path)
                 made.append(self._region(span, least_bytes))
-                before = span.path
+                before = span.members[-1].path
             else:
                 stretch.append(span)
         end_stretch("")
         return tuple(made)
+
+    def _parts(self, call: _Call) -> Iterator[_Span]:
+        """The body of a call, with series in place of the calls in them where these can be treated together."""
+        for span in call.parts:
+            if isinstance(span, _Call) and span.joins and not self._pays(span):
+                yield from self._parts(span)
+            else:
+                yield span
+
+    def _pays(self, series: _Call) -> bool:
+        """Whether a series can be treated as one."""
+        if not any(result.choice == _CHEAP and not result.refused for result in series.results):
+            return False
+        seen = self._watch.seen_of(series)
+        return seen.calls == 1 and not seen.input_overwritten
 
     def _is_worth(self, call: _Call, least_bytes: int, *, outermost: bool) -> bool:
         if outermost and not (call.region is not None and call.region.outside):
@@ -828,7 +1001,11 @@ class _Accounts:
             gradient_bytes=self._flow.parameters(call.first_sequence, call.last_sequence),
             children=children,
             glue={} if children else None,
+            series=tuple(member.path for member in call.members) if call.joins else (),
         )
+
+    def _seen_of(self, call: _Call) -> RegionObservation:
+        return self._watch.seen_of(call) if call.joins else self._seen[call.path]
 
     def _left(self, span: _Span) -> int:
         """Bytes that stay after the backward of what was not run alone, beside gradients."""
@@ -875,7 +1052,7 @@ class _Accounts:
         made = [self._keep(call, plain)]
         if plain is None or plain.refused:
             return tuple(made)
-        seen = self._seen[call.path]
+        seen = self._seen_of(call)
         for choice in (*results, *call.reasons):
             if choice == KEEP:
                 continue
@@ -899,7 +1076,7 @@ class _Accounts:
             backward = self._flow.peak(call.first_sequence, call.last_sequence)
             return ChoiceCost(KEEP, holds, max(peak, inside), backward, extra=0.0, left_bytes=self._left(call))
         # Where it changes an input in place, it was run on copies of its inputs.
-        copied = call.neighbours if self._seen[call.path].writes_input else ()
+        copied = call.neighbours if self._seen_of(call).writes_input else ()
         known = sum(
             size
             for storage, size in holds.items()

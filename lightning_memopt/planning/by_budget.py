@@ -229,7 +229,9 @@ def _choices(*, compress: bool) -> tuple[Choice, ...]:
 def _watched(regions: tuple[RegionCosts, ...], chosen: Mapping[str, Choice]) -> Iterator[str]:
     """The regions whose peaks a measured step notes: those inside another only if one of them is treated."""
     for region in regions:
-        if region.path not in chosen and any(other.startswith(f"{region.path}.") for other in chosen):
+        if region.series:
+            yield from region.series if not region.children else _watched(region.children, chosen)
+        elif region.path not in chosen and any(other.startswith(f"{region.path}.") for other in chosen):
             yield from _watched(region.children, chosen)
         else:
             yield region.path

@@ -26,7 +26,7 @@ def step_of_all(steps: Sequence[ObservedStep]) -> ObservedStep:
     Raises:
         ValueError: the ranks ran different regions, or in another order.
     """
-    paths = [[region.path for region in step.costs.regions] for step in steps]
+    paths = [[region.path for region in _without_series(step.costs.regions)] for step in steps]
     for rank, others in enumerate(paths):
         if others != paths[0]:
             raise ValueError(
@@ -44,7 +44,8 @@ def step_of_all(steps: Sequence[ObservedStep]) -> ObservedStep:
                     refused.setdefault((region.path, cost.choice), cost.refused)
         for region in _all(largest.costs.regions):
             for cost in region.choices:
-                if cost.choice not in tried.get(region.path, (cost.choice,)):
+                untried = () if region.series else (cost.choice,)
+                if cost.choice not in tried.get(region.path, untried):
                     refused.setdefault((region.path, cost.choice), "was not tried on every rank")
     # Which parts of a region are worth a look depends on the batch: those that every rank looked at count.
     common = [path for path in largest.observations if all(path in step.observations for step in steps)]
@@ -71,6 +72,15 @@ def _all(regions: Sequence[RegionCosts]) -> Iterator[RegionCosts]:
     for region in regions:
         yield region
         yield from _all(region.children)
+
+
+def _without_series(regions: Sequence[RegionCosts]) -> Iterator[RegionCosts]:
+    """Regions as they run: which series among them are worth a look depends on the batch."""
+    for region in regions:
+        if region.series and region.children:
+            yield from _without_series(region.children)
+        else:
+            yield region
 
 
 def _refusing(region: RegionCosts, refused: Mapping[tuple[str, Choice], str]) -> RegionCosts:

@@ -56,9 +56,14 @@ def bytes_alive(costs: StepCosts, solution: Solution, profiles: Sequence[Profile
     visited = visits(costs, solution.assignment)
     # Region by region as the plan takes them, so that both curves have the same positions.
     plain = simulate(costs, _all_kept(costs.regions, solution.assignment), solution.correction)
+    modules = {visit.region.path: _modules_of(visit.region) for visit in visited}
     measured = []
     for position in positions(visited):
-        peaks = [getattr(profile, f"{position.kind}_peaks", {}).get(position.path, 0) for profile in profiles]
+        peaks = [
+            getattr(profile, f"{position.kind}_peaks", {}).get(path, 0)
+            for profile in profiles
+            for path in modules.get(position.path, (position.path,))
+        ]
         measured.append(max(peaks, default=0) or None)
     return BytesAlive(
         paths=tuple(visit.region.path for visit in visited),
@@ -66,6 +71,10 @@ def bytes_alive(costs: StepCosts, solution: Solution, profiles: Sequence[Profile
         planned_bytes=tuple(alive for _, alive in solution.simulated.timeline),
         measured_bytes=tuple(measured),
     )
+
+
+def _modules_of(region: RegionCosts) -> tuple[str, ...]:
+    return region.series or (region.path,)
 
 
 def _all_kept(regions: tuple[RegionCosts, ...], assignment: Assignment) -> Assignment:
@@ -95,24 +104,27 @@ def planned_regions(
     forward_ms: Mapping[str, float] = profiles[0].forward_ms if profiles else {}
     plans: dict[str, RegionPlan] = {}
     for visit, reason in zip(visited, why(step.costs, solution), strict=True):
-        path, cost = visit.region.path, visit.choice
-        if path not in modules or path not in step.observations or path in plans:
-            continue
-        seen = step.observations[path]
-        config = None if cost.choice.treatment == "keep" else config_of_choice(path, cost.choice, step)
-        plans[path] = RegionPlan(
-            path=path,
-            class_name=type(modules[path]).__qualname__,
-            reason=reason.text,
-            **entries_of(config),
-            aliases=aliases.get(path, ()),
-            calls=seen.calls,
-            input_bytes=seen.input_bytes,
-            stored_bytes=sum(cost.holds.values()),
-            saved_bytes=sum(visit.region.choices[0].holds.values()),
-            forward_ms=forward_ms.get(path),
-            forward_flops=seen.flops,
-            forward_bytes=seen.moved_bytes,
-            added_time=added[path],
-        )
+        first, *others = _modules_of(visit.region)
+        for path in (first, *others):
+            if path not in modules or path not in step.observations or path in plans:
+                continue
+            seen, cost = step.observations[path], visit.choice
+            config = None if cost.choice.treatment == "keep" else config_of_choice(path, cost.choice, step)
+            # What a series holds and takes is told of its first module.
+            told = path == first
+            plans[path] = RegionPlan(
+                path=path,
+                class_name=type(modules[path]).__qualname__,
+                reason=reason.text if told else f"together with {first}",
+                **entries_of(config),
+                aliases=aliases.get(path, ()),
+                calls=seen.calls,
+                input_bytes=seen.input_bytes,
+                stored_bytes=sum(cost.holds.values()) if told else 0,
+                saved_bytes=sum(visit.region.choices[0].holds.values()) if told else 0,
+                forward_ms=forward_ms.get(path),
+                forward_flops=seen.flops,
+                forward_bytes=seen.moved_bytes,
+                added_time=added[visit.region.path] if told else 0.0,
+            )
     return tuple(plans.values())

@@ -136,9 +136,13 @@ def _margin(steps: list[MeasuredPlan], allowed: int) -> int:
 
 
 def choices_of(costs: StepCosts, assignment: Assignment) -> dict[str, Choice]:
-    """The treatment of every region that is not kept, by path."""
-    chosen = {visit.region.path: visit.choice.choice for visit in visits(costs, assignment)}
-    return {path: choice for path, choice in chosen.items() if choice.treatment != "keep"}
+    """The treatment of every module that is not kept, by path."""
+    return {
+        path: visit.choice.choice
+        for visit in visits(costs, assignment)
+        for path in visit.region.series or (visit.region.path,)
+        if visit.choice.choice.treatment != "keep"
+    }
 
 
 def refusal(
