@@ -20,7 +20,7 @@ from lightning_memopt.observing.trial import loss_of
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, find_targets, optimize_memory
 from lightning_memopt.planning.simulate import Assignment, simulate, visits
 from tests.equality import assert_same_tree, rng_state, seed_everything, state_of
-from tests.test_planning_costs import Step, everywhere, measured_peak, one_by_one
+from tests.test_planning_costs import Step, everywhere, measured_peak, one_by_one, storages_tell_their_end
 
 CHEAP = Choice("recompute_cheap")
 
@@ -186,7 +186,9 @@ def test_the_peak_of_layers_treated_together_is_that_of_a_real_step(name: str) -
     assert set(held) == {CHEAP}
     peak = measured_peak(step, seen, plan)
     error = (simulate(seen.costs, plan).peak_bytes - seen.costs.base_bytes) / peak - 1
-    assert -0.001 <= error <= 0.06, error  # with other users of what is in between, gradients count twice
+    # Gradients of what others use, too, count twice.
+    least, most = (-0.001, 0.06) if storages_tell_their_end() else (-0.2, 0.2)
+    assert least <= error <= most, error
 
 
 @pytest.mark.parametrize("name", TOGETHER)
