@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lightning_memopt.observing.region_costs import ObservedStep, observe_step
 from lightning_memopt.observing.regions import with_surroundings
 from lightning_memopt.observing.trial import loss_of
 from lightning_memopt.planning import MemoryBudgetError, Plan, applied_plan, find_targets, optimize_memory
+from lightning_memopt.planning.common_costs import step_of_all
 from lightning_memopt.planning.simulate import Assignment, simulate, visits
 from tests.equality import assert_same_tree, rng_state, seed_everything, state_of
 from tests.test_planning_costs import Step, everywhere, measured_peak, one_by_one, storages_tell_their_end
@@ -260,6 +262,24 @@ def test_nothing_of_the_pass_is_kept_for_a_call_that_might_have_been_carried_on(
     assert measure_memory(lambda: None).start_bytes == before
 
 
+def test_ranks_take_a_series_together_where_all_of_them_could() -> None:
+    seen = observed(step_of("in place"))
+    (largest,) = [region for region in seen.costs.regions if region.series]
+    alone = replace(seen, costs=replace(seen.costs, regions=tuple(one_by_one(seen.costs.regions))))
+    costs = seen.costs
+
+    def cheap(step: ObservedStep) -> list[str]:
+        (region,) = [region for region in step.costs.regions if region.path == largest.path]
+        return [cost.refused for cost in region.choices if cost.choice == CHEAP]
+
+    assert cheap(step_of_all([seen, seen])) == [""]
+    # It was not worth a look on the other rank, which has the smaller step.
+    other = replace(alone, costs=replace(alone.costs, base_bytes=costs.base_bytes - 1))
+    assert cheap(step_of_all([other, seen])) == ["was not tried on every rank"]
+    larger = replace(alone, costs=replace(alone.costs, base_bytes=2**30))
+    assert not series_in(step_of_all([larger, seen]).costs.regions)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Modules that are treated each on its own, in any order
 
@@ -319,7 +339,7 @@ class Programmed(nn.Module):
         return x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*LAYERS, *CODE]), st.booleans()), min_size=2, max_size=9), st.booleans())
 def test_modules_treated_each_on_its_own_train_as_the_plain_ones_in_any_order(
     drawn: list[tuple[str, bool]], twice: bool
