@@ -32,6 +32,9 @@ class Choice:
     """Of so many of the last pieces the products are kept."""
 
 
+KEEP, CHEAP = Choice(), Choice("recompute_cheap")
+
+
 @dataclass(frozen=True)
 class ChoiceCost:
     """What one way to treat one region costs. Bytes are those of one rank."""

@@ -111,10 +111,10 @@ class RegionCall:
     device: torch.device
     rounded: Callable[[int], int]
     """Bytes that the allocator hands out for a tensor of so many bytes."""
+    treated: tuple[nn.Module, ...]
+    """The modules that a treatment is given to: ``module``, or those of a series."""
     writes_input: bool = False
     """Whether it changes an input in place. Then the values it was given are lost, and only ``keep`` can be tried."""
-    treated: tuple[nn.Module, ...] = ()
-    """The modules that a treatment is given to, if not ``module``."""
 
     @property
     def given(self) -> list[Any]:
@@ -270,7 +270,7 @@ class _Bench:
         self._call = call
         self._after = Moment.now(call.module, call.given, call.device)
         self._written = [(parameter, parameter.detach().clone()) for parameter in call.written]
-        self._treated = [(module, region_config(module)) for module in call.treated or (call.module,)]
+        self._treated = [(module, region_config(module)) for module in call.treated]
         self._reference: _Left | None = None
         self._noise = 0.0
         # What it returned in the real call; not where the real call began with other values than we have.

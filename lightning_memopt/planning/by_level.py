@@ -21,10 +21,10 @@ from torch import nn
 
 from lightning_memopt.checkpointing import RegionConfig, learn_parameters
 from lightning_memopt.measuring import measuring_repeatedly
-from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
+from lightning_memopt.observing.costs import KEEP, Choice, ChoiceCost, RegionCosts, StepCosts
 from lightning_memopt.observing.model_state import ModelState, unchanged
 from lightning_memopt.observing.observe import Observed, RegionObservation, observe
-from lightning_memopt.observing.region_costs import KEEP, ObservedStep, observe_step
+from lightning_memopt.observing.region_costs import ObservedStep, observe_step
 from lightning_memopt.observing.regions import (
     FoundRegions,
     Region,
