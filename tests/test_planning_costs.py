@@ -493,7 +493,7 @@ class TestExperiments:
         inside = [child.path for child in one_by_one(named(costs, "0").children) if len(child.choices) > 1]
         assert inside == ["0.up", "0.down"]
         costs = observed(chain(DeepSpikingBlock, torch.randn(8, 64, 64), count=2)).costs
-        assert all(child.children == () for child in named(costs, "0").children)
+        assert all(child.children == () for child in one_by_one(named(costs, "0").children))
 
     def test_recomputing_adds_the_operations_of_the_forward(self) -> None:
         step = chain(Residual, torch.randn(64, 64))
