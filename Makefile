@@ -4,10 +4,12 @@
 #   make lint     ruff check and format check
 #   make types    mypy, strict
 #   make clean    remove .venv and the tools' caches
-# PYTHON picks the interpreter the environment is made from; PYTEST_ARGS is passed on to pytest.
+# PYTHON picks the interpreter the environment is made from; WORKERS is the number of processes that run tests, and
+# PYTEST_ARGS is passed on to pytest.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= auto
 PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
@@ -20,7 +22,7 @@ demo: $(VENV)/.examples-installed
 	$(BIN)/python examples/digits_spikingjelly/train.py
 
 test: $(VENV)/.test-installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
