@@ -242,8 +242,6 @@ def measure_model(
 ) -> Iterator[PlainModel | Row]:
     """The plain model, then a row for each budget that is not ``done`` yet."""
     name = bench.benchmark.name
-    report("observing")
-    observed = bench.observe()
     if known is None:
         report("the least budget")
         known = _plain_model(bench, points)
@@ -251,10 +249,10 @@ def measure_model(
     for asked, budget in known.budgets.items():
         if asked not in done:
             report(f"{asked}: {budget / MIB:.1f} MiB")
-            yield _row(bench, known, asked, budget, observed.costs)
+            yield _row(bench, known, asked, budget)
     if NO_PRODUCTS not in done and name in ("gpt", "vgg"):
         report(NO_PRODUCTS)
-        yield _without_products(bench, known, observed)
+        yield _without_products(bench, known, bench.observe())
 
 
 def _plain_model(bench: Bench, points: int) -> PlainModel:
@@ -292,7 +290,7 @@ def budgets_between(least: int, most: int, count: int) -> list[int]:
     return [least + round(number * gap / max(count - 1, 1)) for number in range(count)]
 
 
-def _row(bench: Bench, known: PlainModel, asked: str, budget: int, costs: StepCosts) -> Row:
+def _row(bench: Bench, known: PlainModel, asked: str, budget: int) -> Row:
     row = Row(known.model, asked, budget, plain_ms=bench.median_ms(), plain_held_bytes=known.plain_held_bytes)
     with bench.cleared():
         try:
@@ -300,7 +298,10 @@ def _row(bench: Bench, known: PlainModel, asked: str, budget: int, costs: StepCo
             started = time.perf_counter()
             plan = bench.optimize(budget)
             planning_s = time.perf_counter() - started
-            row = _with_figures(row, bench, known, choices_in(plan), costs)
+            assert plan.added_time is not None
+            assert plan.plain_time is not None
+            added = AddedTime(plan.added_time, plan.plain_time, in_ms=plan.time_unit == "ms")
+            row = _with_figures(row, bench, known, choices_in(plan), added)
         except Exception as error:
             # A refusal, or whatever else goes wrong, is a finding: the row reports it and the run goes on.
             return replace(row, error=f"{type(error).__name__}: {error}")
@@ -326,7 +327,8 @@ def _without_products(bench: Bench, known: PlainModel, observed: ObservedStep) -
     }
     with bench.cleared(), treated_as(bench.model, layout):
         try:
-            row = _with_figures(row, bench, known, choices, observed.costs)
+            added = AddedTime(solution.simulated.extra, costs.plain, in_ms=costs.unit == "ms")
+            row = _with_figures(row, bench, known, choices, added)
         except Exception as error:
             return replace(row, error=f"{type(error).__name__}: {error}")
     return replace(row, predicted_peak=solution.simulated.peak_bytes)
@@ -339,18 +341,26 @@ def _repeating_no_product(region: RegionCosts) -> RegionCosts:
     return replace(region, choices=choices, children=tuple(map(_repeating_no_product, region.children)))
 
 
-def _with_figures(row: Row, bench: Bench, known: PlainModel, choices: Mapping[str, Choice], costs: StepCosts) -> Row:
+@dataclass(frozen=True)
+class AddedTime:
+    """What a plan is predicted to add to a step, in ms or in bytes moved."""
+
+    added: float
+    plain: float
+    in_ms: bool
+
+
+def _with_figures(row: Row, bench: Bench, known: PlainModel, choices: Mapping[str, Choice], time: AddedTime) -> Row:
     """The row with what real steps of the treated model show."""
     figures = bench.measure()
-    added = added_time(costs, choices)
     assert row.plain_ms is not None
     return replace(
         row,
         measured_peak=figures.peak_bytes,
-        predicted_ms=row.plain_ms + (added if costs.unit == "ms" else row.plain_ms * added / costs.plain),
+        predicted_ms=row.plain_ms + (time.added if time.in_ms else row.plain_ms * time.added / time.plain),
         step_ms=bench.median_ms(),
         extra_flops_ratio=figures.flops / known.plain_flops - 1,
-        added_time=added / costs.plain,
+        added_time=time.added / time.plain,
         max_rel_grad_diff=bench.difference(figures),
         held_bytes=figures.held_bytes,
         treatments=_in_words(choices),
@@ -364,19 +374,6 @@ def choices_in(plan: Plan) -> dict[str, Choice]:
         region.path: Choice(region.treatment, region.compressor, region.chunks, region.cheap_chunks)
         for region in plan.treated
     }
-
-
-def added_time(costs: StepCosts, choices: Mapping[str, Choice]) -> float:
-    """Time that the choices add to a step, in the unit of the costs; they are by path, as in a plan."""
-
-    def of(region: RegionCosts) -> float:
-        of_modules = {choices.get(path) for path in region.series or (region.path,)}
-        choice = of_modules.pop() if len(of_modules) == 1 else None
-        if choice is None:
-            return sum(map(of, region.children))
-        return next(cost.extra for cost in region.choices if cost.choice == choice)
-
-    return sum(map(of, costs.regions))
 
 
 def _in_words(choices: Mapping[str, Choice]) -> str:

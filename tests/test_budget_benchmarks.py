@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memopt.observing.costs import Choice, ChoiceCost, RegionCosts, StepCosts
-from lightning_memopt.planning.simulate import simulate
 from lightning_memopt.planning.solve import solve
 from tests.benchmark_scripts import benchmark_scripts
 
@@ -321,21 +319,10 @@ def test_synthetic_regions_are_a_planning_problem(budgets: ModuleType) -> None:
     assert budgets.solver_seconds(regions=40, repeats=1) > 0
 
 
-def test_added_time_is_that_of_the_plan_wherever_a_region_is_opened(budgets: ModuleType) -> None:
-    def region(path: str, extra: float, *children: RegionCosts) -> RegionCosts:
-        keep = ChoiceCost(Choice(), {hash(path): 100}, 100, 50, 0.0)
-        again = ChoiceCost(Choice("recompute"), {}, 100, 60, extra)
-        return RegionCosts(path, (keep, again), {}, 0, 0, children)
-
-    outer = region("a", 10.0, region("a.0", 4.0), region("a.1", 5.0))
-    costs = StepCosts(0, (outer, region("b", 3.0)), ({},) * 3, 0, 0, 0, 100.0, 0, "ms")
-    recompute = Choice("recompute")
-    assert budgets.added_time(costs, {}) == 0
-    assert budgets.added_time(costs, {"a": recompute}) == 10
-    assert budgets.added_time(costs, {"a.1": recompute, "b": recompute}) == 8
-    solution = solve(costs, 0)
-    assert budgets.added_time(costs, budgets.choices_of(costs, solution.assignment)) == solution.simulated.extra
-    assert simulate(costs, solution.assignment).extra == solution.simulated.extra
+def test_predicted_times_are_those_of_the_plans(document: dict[str, Any]) -> None:
+    for row in document["rows"]:
+        assert row["predicted_ms"] == pytest.approx(row["plain_ms"] * (1 + row["added_time"]))
+        assert (row["added_time"] > 0) == (row["treatments"] != "all kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
