@@ -312,6 +312,69 @@ def test_a_region_that_is_a_generator_is_kept(options: dict[str, Any]) -> None:
     assert not any(isinstance(module, Pieces) and is_checkpointed(module) for module in model.modules())
 
 
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("caught by the model")
+
+
+class Odd(nn.Module):
+    """Layers, of which the second is something else for each test."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = nn.Linear(64, 64), odd, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(torch.tanh(self.first(x))))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.odd(x)
+
+
+class Catching(Odd):
+    def inner(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(ValueError):
+            x = self.odd(x)
+        return x
+
+
+class ChangingAView(Odd):
+    """Part of what a layer returned is changed in place before the next one is given all of it."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.odd(x).flatten(1)
+        x[:, :5].relu_()
+        return x
+
+
+WAYS = [{"level": 1}, {"level": 2}, {"memory_budget": 2**30}, {"memory_budget": 1}]
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_an_error_that_the_model_catches_is_none_of_a_plan(options: dict[str, Any]) -> None:
+    model, data = Catching(Raising()), torch.randn(8, 64)
+    with contextlib.suppress(MemoryBudgetError):
+        optimize_memory(model, example_forward=lambda model: model(data).sum(), **options)
+    model(data).sum().backward()
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_buffers_of_torchscript_are_as_before(options: dict[str, Any]) -> None:
+    model, data = Odd(torch.jit.script(nn.BatchNorm1d(64))), torch.randn(8, 64)
+    with contextlib.suppress(MemoryBudgetError):
+        optimize_memory(model, example_forward=lambda model: model(data).sum(), **options)
+    assert int(model.odd.num_batches_tracked) == 0
+    assert not model.odd.running_mean.any()
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_view_that_is_changed_between_layers_is_planned_for(options: dict[str, Any]) -> None:
+    model, data = ChangingAView(nn.BatchNorm1d(64)), torch.randn(8, 64)
+    with contextlib.suppress(MemoryBudgetError):
+        optimize_memory(model, example_forward=lambda model: model(data).sum(), **options)
+    model(data).sum().backward()
+
+
 class TestOutOfMemory:
     def test_a_model_that_only_fits_when_checkpointed_is_searched_all_the_same(self) -> None:
         model, step = nn.Sequential(DeepSpikingBlock(), DeepSpikingBlock()), loss_from_rest(spikes())

@@ -684,18 +684,20 @@ def take_snapshot(module: nn.Module, *, objects: Iterable[Any] = (), copy: bool 
         copy: also copy the tensors' values (bytes: those of the state), so that changes in place can be undone.
     """
     stores: list[Store] = []
+    scripted: list[Tensor] = []
     for submodule in with_hidden_modules(module):
         stores.extend(stores_of(submodule))
+        if isinstance(submodule, torch.jit.ScriptModule):  # it keeps its buffers where Python does not see them
+            scripted.extend(submodule.buffers(recurse=False))
     for value in {id(value): value for value in objects if may_remember(value)}.values():
         stores.extend(stores_of_object(value))
     copies: dict[int, tuple[Tensor, int, Tensor]] = {}
     if copy:
+        values = (leaf for store in stores for _, value in store.entries() for leaf in _leaves(value))
         with torch.no_grad():
-            for store in stores:
-                for _, value in store.entries():
-                    for leaf in _leaves(value):
-                        if _is_state(leaf) and id(leaf) not in copies:
-                            copies[id(leaf)] = (leaf, _version(leaf), leaf.detach().clone())
+            for leaf in (*values, *scripted):
+                if _is_state(leaf) and id(leaf) not in copies:
+                    copies[id(leaf)] = (leaf, _version(leaf), leaf.detach().clone())
     return StateSnapshot(tuple(stores), tuple(copies.values()))
 
 

@@ -76,8 +76,9 @@ class Stretch(Span):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing ran in it."""
-        return (self.first_sequence, self.first_storage) == (self.last_sequence, self.last_storage) and not self.saved
+        """Whether nothing ran in it, neither what makes tensors nor what changes them."""
+        made_nothing = (self.first_sequence, self.first_storage) == (self.last_sequence, self.last_storage)
+        return made_nothing and self.work == Work() and not self.saved
 
 
 @dataclass(eq=False)

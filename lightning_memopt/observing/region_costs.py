@@ -239,8 +239,11 @@ class _CostWatch(Watch):
             loss = loss_of(output)
             last, kept = self._stretch, [] if self._stretch is None else [*self._stretch.kept]
             self._end_stretch(drop=False)
-        self._root.last_sequence, self._root.last_storage = sequence_number(), self._storages.next
-        self._root.end_body()
+        # Beside the pass as a whole those that ended with an error that the model caught.
+        for call in self._calls:
+            call.last_sequence, call.last_storage = sequence_number(), self._storages.next
+            call.end_body()
+            call.let_go()
         flow = GradientFlow(loss, self._storages.rounded)
         for span in all_spans(self._root):
             span.settle()
@@ -403,12 +406,13 @@ class _CostWatch(Watch):
             around.series = [*(series for series in around.series if series is not first), call]
             first.let_go()
             last.let_go()
-        if performs_products or len(call.members) == _LONGEST_SERIES or not isinstance(output, Tensor):
+        ends = performs_products or len(call.members) == _LONGEST_SERIES or not isinstance(output, Tensor)
+        if ends or not self._worth or CHEAP not in self._choices:
             call.let_go()
-        elif self._worth and CHEAP in self._choices:
-            if not call.joins:
-                self._copy_inputs(call)
-            around.latest = call, weakref.ref(output)
+            return
+        if not call.joins:
+            self._copy_inputs(call)
+        around.latest = call, weakref.ref(output)
 
     def _copy_inputs(self, call: Call) -> None:
         """Let go of the inputs of a call, which would live on with it, but keep their values."""

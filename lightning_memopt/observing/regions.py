@@ -123,7 +123,9 @@ def find_targets(model: nn.Module, targets: TargetClasses | None = None) -> Foun
             raise ValueError(_not_found(model, classes, names))
         return FoundRegions(_as_regions(model, modules), f"given classes: {names}")
     for search in (_repeated_blocks, _blocks_with_neurons, _flat_layers, _largest_children):
-        modules, reason = search(model)
+        chosen, reason = search(model)
+        # TorchScript takes no hooks and cannot be treated.
+        modules = [module for module in chosen if not isinstance(module, torch.jit.ScriptModule)]
         if modules:
             return FoundRegions(_as_regions(model, modules), reason)
     raise ValueError(

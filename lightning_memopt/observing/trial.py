@@ -209,6 +209,8 @@ class _Markers:
                     mark_memory(f"{_DONE}:{index}")
 
             for tensor in waiting:
+                # A view of a tensor that was changed since gets its node now: torch crashes where a hook comes first.
+                _node: Any = tensor.grad_fn
                 stack.callback(tensor.register_hook(gradient_done).remove)
             if is_timed(self._device):
                 entered.append(torch.cuda.Event(enable_timing=True))
