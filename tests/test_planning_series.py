@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from spikingjelly.activation_based import functional, layer, neuron
 from torch import Tensor, nn
 
@@ -244,6 +245,13 @@ def test_training_within_a_budget_is_that_of_the_plain_model(name: str) -> None:
         assert_same_tree(trained(step), expected)
 
 
+def printed(plan: Plan) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(plan.table())
+    return " ".join(capture.get().split())
+
+
 def test_all_layers_of_a_series_are_treated_and_the_plan_tells_why_and_goes_into_a_file() -> None:
     step = step_of("in place")
     plain = measure_memory(lambda: loss_of(step.forward(step.model)).backward())
@@ -255,6 +263,22 @@ def test_all_layers_of_a_series_are_treated_and_the_plan_tells_why_and_goes_into
     assert {"norm", "activation", "pool"} <= treated.keys()
     assert {treated[path].treatment for path in ("norm", "activation", "pool")} == {"recompute_cheap"}
     assert treated["pool"].reason == "together with norm"
+    assert treated["pool"].saved_bytes is None
+    assert treated["norm"].saved_bytes > 2 * treated["norm"].stored_bytes > 0
+    assert plan.alive is not None
+    assert f"that of the plain model {max(plan.alive.plain_bytes) / 2**20:.1f}" in printed(plan)
+
+
+def test_layers_of_a_series_that_is_kept_have_rows_like_any_other() -> None:
+    step = step_of("in place")
+    optimize_memory(step.model, example_forward=step.forward, memory_budget="1GiB")
+    plan = applied_plan(step.model)
+    assert plan is not None
+    rows = {region.path: region for region in plan.regions}
+    maps = 8 * 8 * 32 * 32 * 4
+    assert rows["norm"].saved_bytes >= maps  # what the convolution returned
+    assert rows["pool"].saved_bytes >= maps  # what the activation returned
+    assert {rows[path].reason for path in ("norm", "pool", "blocks.0")} == {"the fastest choice"}
     assert plan.extra_flops == 0
     other = step_of("in place")
     optimize_memory(other.model, plan=Plan.from_json(plan.to_json()))

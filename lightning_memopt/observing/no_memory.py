@@ -75,7 +75,8 @@ def computing_nothing(model: nn.Module) -> Iterator[None]:
     except DataDependentOutputException as error:
         raise ValueError(
             f"The model holds no memory, and its forward reads a value ({error}), as `.item()` or an `if` on a tensor "
-            "does. Leave that out of example_forward, or plan with a model that holds memory."
+            "does. Leave that out of example_forward or training_step, or plan with a model that holds memory, on the "
+            "command line without --shapes-only."
         ) from error
 
 

@@ -73,6 +73,13 @@ def bytes_alive(costs: StepCosts, solution: Solution, profiles: Sequence[Profile
     )
 
 
+def _kept_bytes(region: RegionCosts, path: str) -> int:
+    """What a region keeps if it is plain; if ``path`` names a module of a series, what that one does."""
+    if region.series and path:
+        return sum(_kept_bytes(child, path) for child in region.children if path in _modules_of(child))
+    return sum(region.choices[0].holds.values())
+
+
 def _modules_of(region: RegionCosts) -> tuple[str, ...]:
     return region.series or (region.path,)
 
@@ -104,24 +111,25 @@ def planned_regions(
     forward_ms: Mapping[str, float] = profiles[0].forward_ms if profiles else {}
     plans: dict[str, RegionPlan] = {}
     for visit, reason in zip(visited, why(step.costs, solution), strict=True):
-        first, *others = _modules_of(visit.region)
-        for path in (first, *others):
+        kept = visit.choice.choice.treatment == "keep"
+        first = _modules_of(visit.region)[0]
+        for path in _modules_of(visit.region):
             if path not in modules or path not in step.observations or path in plans:
                 continue
-            seen, cost = step.observations[path], visit.choice
-            config = None if cost.choice.treatment == "keep" else config_of_choice(path, cost.choice, step)
-            # What a series holds and takes is told of its first module.
-            told = path == first
+            seen = step.observations[path]
+            # What modules that are treated together hold and take is told of the first.
+            told = kept or path == first
+            saved = _kept_bytes(visit.region, path if kept else "")
             plans[path] = RegionPlan(
                 path=path,
                 class_name=type(modules[path]).__qualname__,
                 reason=reason.text if told else f"together with {first}",
-                **entries_of(config),
+                **entries_of(None if kept else config_of_choice(path, visit.choice.choice, step)),
                 aliases=aliases.get(path, ()),
                 calls=seen.calls,
                 input_bytes=seen.input_bytes,
-                stored_bytes=sum(cost.holds.values()) if told else 0,
-                saved_bytes=sum(visit.region.choices[0].holds.values()) if told else 0,
+                stored_bytes=saved if kept else sum(visit.choice.holds.values()) if told else 0,
+                saved_bytes=saved if told else None,
                 forward_ms=forward_ms.get(path),
                 forward_flops=seen.flops,
                 forward_bytes=seen.moved_bytes,

@@ -377,9 +377,11 @@ class Plan:
             cells.append("" if region.saved_bytes is None else in_mib(region.saved_bytes))
         else:
             cells.append(in_mib(region.input_bytes))
-        cells.append(in_mib(region.stored_bytes) if region.treatment != "keep" else "")
+        # Modules that are treated together with another one have no figures of their own.
+        shown = region.treatment != "keep" and (not measured or region.saved_bytes is not None)
+        cells.append(in_mib(region.stored_bytes) if shown else "")
         if timed:
-            cells.append(self._in_share(region.added_time) if region.treatment != "keep" else "")
+            cells.append(self._in_share(region.added_time) if shown else "")
         return cells
 
     def _in_share(self, added: float | None) -> str:
@@ -436,6 +438,8 @@ class Plan:
     def _about_budget(self) -> Iterator[str]:
         if self.predicted_peak_bytes is not None:
             yield f"predicted peak {in_mib(self.predicted_peak_bytes)}"
+        if self.alive is not None:
+            yield f"that of the plain model {in_mib(max(self.alive.plain_bytes))}"
         if self.forward_flops:
             # A backward pass takes about twice the operations of the forward.
             yield f"{self.extra_flops / (3 * self.forward_flops):.0%} more FLOPs a step"

@@ -373,7 +373,7 @@ def _with_choice(visit: Visit, choice: Choice) -> Visit:
 def _faster_in_words(extra: float, costs: StepCosts) -> str:
     if costs.unit == "ms":
         return f"be {extra:.3g} ms faster"
-    return f"move {format_bytes(int(extra))} less"
+    return f"move {format_bytes(int(extra))} less through memory"
 
 
 def trade_off(costs: StepCosts, correction: Correction | int = 0) -> TradeOff:
