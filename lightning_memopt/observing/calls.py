@@ -115,6 +115,12 @@ class Call(Span):
     carries_on: Call | None = None
     """What it was given the output of, nothing else, and right after."""
 
+    def still_saved(self) -> tuple[int, ...]:
+        """The storages that the graph keeps for the nodes made in here, in order."""
+        if not self.joins:
+            return super().still_saved()
+        return tuple(dict.fromkeys(storage for call in self.joins for storage in call.still_saved()))
+
     def let_go(self) -> None:
         """Keep nothing that it would take to run it again."""
         self.before, self.args, self.kwargs, self.copies = None, (), {}, None
@@ -179,13 +185,6 @@ def carried_on(around: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return None
 
 
-def series_in(call: Call) -> Iterator[Call]:
-    """A series, and those that it began as."""
-    if call.joins:
-        yield call
-        yield from series_in(call.joins[0])
-
-
 def joined(first: Call, second: Call) -> Call:
     """Two calls, or a series and a call that carries it on, as one."""
     assert first.before is not None
@@ -197,7 +196,6 @@ def joined(first: Call, second: Call) -> Call:
         in_flight=first.in_flight,
         last_sequence=second.last_sequence,
         last_storage=second.last_storage,
-        saved=first.saved + second.saved,
         work=first.work + second.work,
         region=Region(path, Series([*first.modules, *second.modules]), outside=True),
         body=[first, second],

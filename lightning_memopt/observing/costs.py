@@ -80,6 +80,11 @@ class RegionCosts:
     """Of modules that run one after another, each on the output of the one before: their paths. A treatment is given to
     each of them."""
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that a treatment is given to."""
+        return self.series or (self.path,)
+
 
 @dataclass(frozen=True)
 class StepCosts:

@@ -21,6 +21,7 @@ output of the other are tried together as well (``series.py``).
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from lightning_memopt.measuring import measure_memory, measuring_repeatedly
 from lightning_memopt.measuring.allocation_events import storages_alive
 from lightning_memopt.measuring.storage_trace import StorageTrace, fake_mode, is_timed
 from lightning_memopt.observing.accounts import Accounts
-from lightning_memopt.observing.calls import Call, Saved, Stretch, all_spans, carried_on, joined, series_in
+from lightning_memopt.observing.calls import Call, Saved, Stretch, all_spans, carried_on, joined
 from lightning_memopt.observing.costs import CHEAP, KEEP, Choice, StepCosts
 from lightning_memopt.observing.experiments import Moment, RegionCall, Result, storages_of, try_choices
 from lightning_memopt.observing.gradient_flow import GradientFlow, edges_out, sequence_number
@@ -247,9 +248,6 @@ class _CostWatch(Watch):
         flow = GradientFlow(loss, self._storages.rounded)
         for span in all_spans(self._root):
             span.settle()
-            for series in span.series if isinstance(span, Call) else ():
-                for part in series_in(series):
-                    part.settle()
         if last is not None:
             last.backward_peak_bytes = self._run_backward(loss, last.first_sequence)
         for saved in kept:
@@ -258,7 +256,8 @@ class _CostWatch(Watch):
         gc.collect()  # a tensor that only a reference cycle holds is not held
         self.note_standing()
         observations = {seen.path: seen for seen in self.observations()}
-        accounts = Accounts(self._root, self._storages, flow, self._seen_of, worth=self._worth, unit=self._unit)
+        seen = functools.cache(self._seen_of)  # on a device every look waits for it
+        accounts = Accounts(self._root, self._storages, flow, seen, worth=self._worth, unit=self._unit)
         costs = accounts.step(base, optimizer_peak_bytes, loss.nbytes)
         return ObservedStep(costs, observations, self.flops, len(self._known), passes)
 

@@ -56,7 +56,7 @@ def bytes_alive(costs: StepCosts, solution: Solution, profiles: Sequence[Profile
     visited = visits(costs, solution.assignment)
     # Region by region as the plan takes them, so that both curves have the same positions.
     plain = simulate(costs, _all_kept(costs.regions, solution.assignment), solution.correction)
-    modules = {visit.region.path: _modules_of(visit.region) for visit in visited}
+    modules = {visit.region.path: visit.region.modules for visit in visited}
     measured = []
     for position in positions(visited):
         peaks = [
@@ -76,12 +76,8 @@ def bytes_alive(costs: StepCosts, solution: Solution, profiles: Sequence[Profile
 def _kept_bytes(region: RegionCosts, path: str) -> int:
     """What a region keeps if it is plain; if ``path`` names a module of a series, what that one does."""
     if region.series and path:
-        return sum(_kept_bytes(child, path) for child in region.children if path in _modules_of(child))
+        return sum(_kept_bytes(child, path) for child in region.children if path in child.modules)
     return sum(region.choices[0].holds.values())
-
-
-def _modules_of(region: RegionCosts) -> tuple[str, ...]:
-    return region.series or (region.path,)
 
 
 def _all_kept(regions: tuple[RegionCosts, ...], assignment: Assignment) -> Assignment:
@@ -112,8 +108,8 @@ def planned_regions(
     plans: dict[str, RegionPlan] = {}
     for visit, reason in zip(visited, why(step.costs, solution), strict=True):
         kept = visit.choice.choice.treatment == "keep"
-        first = _modules_of(visit.region)[0]
-        for path in _modules_of(visit.region):
+        first = visit.region.modules[0]
+        for path in visit.region.modules:
             if path not in modules or path not in step.observations or path in plans:
                 continue
             seen = step.observations[path]

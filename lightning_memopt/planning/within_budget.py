@@ -140,7 +140,7 @@ def choices_of(costs: StepCosts, assignment: Assignment) -> dict[str, Choice]:
     return {
         path: visit.choice.choice
         for visit in visits(costs, assignment)
-        for path in visit.region.series or (visit.region.path,)
+        for path in visit.region.modules
         if visit.choice.choice.treatment != "keep"
     }
 
