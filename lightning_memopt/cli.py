@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    from lightning_memopt.observing.no_memory import NoMemoryError
     from lightning_memopt.training_config import UnreadableConfigError
 
     training = _training(given, parser)
@@ -58,7 +59,7 @@ def _plan(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         with _only_json(given):
             plan = plan_of_config(budget=given.budget, shapes_only=given.shapes_only, **training)
-    except UnreadableConfigError as error:
+    except (UnreadableConfigError, NoMemoryError) as error:
         parser.error(str(error))
     except MemoryBudgetError as error:
         print(error, file=sys.stderr)
@@ -189,6 +190,7 @@ def plan_of_config(
 
     Raises:
         MemoryBudgetError: no plan is within the budget.
+        NoMemoryError: a step of a model that holds no memory (``shapes_only``) cannot run, since it reads a value.
         UnreadableConfigError: LightningCLI does not accept the configuration, or the extra ``cli`` is not installed.
     """
     from lightning_memopt.callbacks import MemoryOptimization

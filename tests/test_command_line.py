@@ -74,6 +74,37 @@ def test_a_configuration_that_names_its_classes_needs_no_more_and_a_refusal_is_a
     assert not file.exists()
 
 
+def test_a_step_that_reads_a_value_cannot_be_planned_from_shapes_and_the_message_says_so(tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text("""
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringDataModule
+
+class Reading(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).mean()
+        self.loss_before = loss.item()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+""")
+    config = {"model": {"class_path": "reading.Reading"}, "data": {"class_path": "reading.BoringDataModule"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    asked = ["plan", "--config", "config.yaml", "--budget", "1GiB"]
+    done = run(*asked, "--shapes-only", folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "reads a value" in done.stderr
+    assert "without --shapes-only" in done.stderr
+    assert not (tmp_path / "memory_plan.json").exists()
+    assert run(*asked, folder=tmp_path).returncode == 0
+
+
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

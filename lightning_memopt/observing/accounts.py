@@ -92,7 +92,7 @@ class Accounts:
     def _parts(self, call: Call) -> Iterator[Span]:
         """The body of a call, with series in place of the calls in them where these can be treated together."""
         for span in call.parts:
-            if isinstance(span, Call) and span.joins and not self._pays(span):
+            if isinstance(span, Call) and span.is_series and not self._pays(span):
                 yield from self._parts(span)
             else:
                 yield span
@@ -123,7 +123,7 @@ class Accounts:
             gradient_bytes=self._flow.parameters(call.first_sequence, call.last_sequence),
             children=children,
             glue={} if children else None,
-            series=tuple(member.path for member in call.members) if call.joins else (),
+            series=tuple(member.path for member in call.members) if call.is_series else (),
         )
 
     def _left(self, span: Span) -> int:

@@ -104,8 +104,8 @@ class Call(Span):
     results: tuple[Result, ...] = ()
     reasons: dict[Choice, str] = field(default_factory=dict)
     """Why choices were not tried."""
-    joins: tuple[Call, ...] = ()
-    """Of a series: the call, or the series, that it begins with, and the call that was given its output."""
+    is_series: bool = False
+    """Whether its body is the call, or the series, that it begins with, and the call that was given its output."""
     copies: dict[int, Tensor] | None = None
     """By storage, what stands for its inputs, which may be gone."""
     series: list[Call] = field(default_factory=list)
@@ -117,9 +117,9 @@ class Call(Span):
 
     def still_saved(self) -> tuple[int, ...]:
         """The storages that the graph keeps for the nodes made in here, in order."""
-        if not self.joins:
+        if not self.is_series:
             return super().still_saved()
-        return tuple(dict.fromkeys(storage for call in self.joins for storage in call.still_saved()))
+        return tuple(dict.fromkeys(storage for call in self.body for storage in call.still_saved()))
 
     def let_go(self) -> None:
         """Keep nothing that it would take to run it again."""
@@ -144,13 +144,15 @@ class Call(Span):
     @property
     def members(self) -> tuple[Call, ...]:
         """The calls of a series, in order; of any other call itself alone."""
-        return tuple(member for call in self.joins for member in call.members) or (self,)
+        if not self.is_series:
+            return (self,)
+        return tuple(member for call in self.body if isinstance(call, Call) for member in call.members)
 
     @property
     def parts(self) -> list[Span]:
         """Its body, with series in place of the calls that they join."""
-        if self.joins:
-            return [*self.joins]
+        if self.is_series:
+            return self.body
         starts = {series.members[0]: series for series in self.series}
         parts: list[Span] = []
         last: Span | None = None
@@ -205,6 +207,6 @@ def joined(first: Call, second: Call) -> Call:
         trace=hash((first.trace, second.trace)),
         saves=first.saves + second.saves,
         outputs=second.outputs,
-        joins=(first, second),
+        is_series=True,
         copies=first.copies,
     )

@@ -34,6 +34,10 @@ _NO_CUDA = re.compile("(?s).*CUDA is not available.*Disabling")
 _BUILD = "Build the model inside `with torch.device('meta'):`"
 
 
+class NoMemoryError(ValueError):
+    """A model that holds no memory cannot be planned as it is."""
+
+
 @contextmanager
 def computing_nothing(model: nn.Module) -> Iterator[None]:
     """Within, what runs on ``model`` computes nothing if it holds no memory; any other model is left as it is.
@@ -42,7 +46,7 @@ def computing_nothing(model: nn.Module) -> Iterator[None]:
     tensors, whose device is that of none of their inputs.
 
     Raises:
-        ValueError: only some parameters hold memory, or they are on a CUDA device that is not here; the forward
+        NoMemoryError: only some parameters hold memory, or they are on a CUDA device that is not here; the forward
             switches on autocast for such a device, is given tensors that hold memory, or reads a value.
     """
     mode = mode_of(model)
@@ -61,19 +65,19 @@ def computing_nothing(model: nn.Module) -> Iterator[None]:
     except UserWarning as warning:
         if not _NO_CUDA.match(str(warning)):  # somebody turns warnings into errors
             raise
-        raise ValueError(
+        raise NoMemoryError(
             f"The forward of a model without memory switches on autocast for CUDA, which is not here ({warning}). "
             'Use torch.autocast("cpu", dtype=...) in example_forward, which casts the same operations as a rule.'
         ) from None
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
-        raise ValueError(
+        raise NoMemoryError(
             "The model holds no memory, but example_forward gave it a tensor that does. Make the batch inside "
             "example_forward (torch.empty of its shape and dtype will do), or in the mode that the model was built in."
         ) from error
     except DataDependentOutputException as error:
-        raise ValueError(
+        raise NoMemoryError(
             f"The model holds no memory, and its forward reads a value ({error}), as `.item()` or an `if` on a tensor "
             "does. Leave that out of example_forward or training_step, or plan with a model that holds memory, on the "
             "command line without --shapes-only."
@@ -95,22 +99,24 @@ def mode_of(model: nn.Module) -> Any:
     """The mode that ``model`` must run in; None if it holds memory.
 
     Raises:
-        ValueError: it cannot run in one.
+        NoMemoryError: it cannot run in one.
     """
     tensors = _tensors_of(model)
     without = [tensor for tensor in tensors if _without_memory(tensor)]
     if not without:
         return None
     if len(without) < len(tensors):
-        raise ValueError(
+        raise NoMemoryError(
             f"{len(without)} of {len(tensors)} parameters and buffers are fake or on the meta device, the others hold "
             f"memory. {_BUILD}, all of them."
         )
     modes = {id(mode): mode for tensor in tensors if (mode := getattr(tensor, "fake_mode", None)) is not None}
     if len(modes) > 1 or (modes and any(tensor.is_meta for tensor in tensors)):
-        raise ValueError(f"The parameters are fake tensors of more than one kind. {_BUILD}, all of them in the same.")
+        raise NoMemoryError(
+            f"The parameters are fake tensors of more than one kind. {_BUILD}, all of them in the same."
+        )
     if any(tensor.device.type == "cuda" for tensor in tensors) and not torch.cuda.is_available():
-        raise ValueError(
+        raise NoMemoryError(
             "The parameters are fake tensors on a CUDA device, and without CUDA in this process torch neither runs "
             f"their backward nor chooses the attention kernels of such a device. {_BUILD}."
         )

@@ -409,7 +409,7 @@ class _CostWatch(Watch):
         if ends or not self._worth or CHEAP not in self._choices:
             call.let_go()
             return
-        if not call.joins:
+        if not call.is_series:
             self._copy_inputs(call)
         around.latest = call, weakref.ref(output)
 
@@ -440,9 +440,9 @@ class _CostWatch(Watch):
         )
 
     def _is_worth(self, call: Call) -> bool:
-        if call.joins and len(self._calls) == 1:
+        if call.is_series and len(self._calls) == 1:
             return bool(call.still_saved())
-        if not call.joins and call.index < self._outermost:
+        if not call.is_series and call.index < self._outermost:
             return call.region is None or not call.region.outside or bool(call.still_saved())
         if len(self._calls) == 1:  # the region around it is a generator and had returned before: nothing to treat
             return False
@@ -491,7 +491,7 @@ class _CostWatch(Watch):
         tried: dict[Choice, Mapping[str, Any]] = {}
         reasons: dict[Choice, str] = {}
         steps = _time_steps(seen)
-        choices = (KEEP, CHEAP) if call.joins else self._choices
+        choices = (KEEP, CHEAP) if call.is_series else self._choices
         fitting = (replace(choice, chunks=min(choice.chunks, max(steps, 2))) for choice in choices)
         for choice in dict.fromkeys(fitting):
             reason = self._reason(call, choice, seen, packed)
