@@ -6,6 +6,7 @@ One model, one batch, and a point of peak memory and step time for everything th
 
     python benchmarks/frontier.py --quick --json frontier.json --picture frontier.png    # three minutes on one GPU
     python benchmarks/frontier.py --model vgg --device cuda --compile --json vgg.json --picture vgg.png
+    python benchmarks/frontier.py --draw vgg.json gpt.json --picture both.png    # measures nothing
 
 Implementations
     plain                     the model as it is
@@ -30,10 +31,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -244,13 +246,29 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return view
 
 
-def points_of(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """``(peak in bytes, ms)`` of the rows that were measured, by implementation."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row.peak_bytes is not None and row.step_ms is not None:
-            points.setdefault(row.implementation, []).append((row.peak_bytes, row.step_ms))
-    return points
+def draw(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A panel for each document: step time, the plain one's being 1, over peak, one curve per implementation."""
+    from matplotlib.figure import Figure
+
+    columns = min(len(documents), 2)
+    lines = -(-len(documents) // columns)
+    figure = Figure(figsize=(7.0 * columns, 4.5 * lines), layout="constrained")
+    for place, document in enumerate(documents):
+        measured = [Row(**row) for row in document["rows"] if row["step_ms"] is not None]
+        plain_ms = next(row.step_ms for row in measured if row.implementation == PLAIN)
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in measured:
+            points.setdefault(row.implementation, []).append((row.peak_bytes, row.step_ms / plain_ms))
+        axes = figure.add_subplot(lines, columns, place + 1)
+        plot_frontier(points, time_label="step time, plain = 1", axes=axes)
+        axes.set_title(_title(document), fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    precision = "bf16 autocast" if document["precision"] == "bf16" else "fp32"
+    return f"{document['description']}, {precision}, {document['device']}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -272,7 +290,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment to FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the points to FILE (needs matplotlib)")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar="JSON", help="draw what earlier runs wrote to --picture; nothing runs"
+    )
     options = parser.parse_args(arguments)
+    if options.draw is not None:
+        if options.picture is None:
+            parser.error("--draw needs --picture FILE, the picture to write")
+        options.draw = [_read(path, parser) for path in options.draw]
     check_device(parser, options.device)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = ("tiny", "small") if options.quick else ("small", "full")
@@ -286,6 +311,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--draw {path} cannot be read: {error}")
+    if document.get("columns") != [*COLUMNS]:
+        parser.error(f"--draw {path} was not written by this script with --json")
+    return document
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = console_of_width(110)
@@ -293,12 +328,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.picture is not None:
             _import_matplotlib()
+        if options.draw is not None:
+            draw(options.draw, options.picture)
+            console.print(f"wrote {options.picture}")
+            return 0
         benchmark = build(options.model, size=options.size)
     except MissingLibraryError as error:
         console.print(f"[red]{escaped(str(error))}[/red]")
         return 2
     precision: Precision = options.precision or (benchmark.full_precision if options.device == "cuda" else "32")
-    title = f"{benchmark.description}, {'bf16 autocast' if precision == 'bf16' else 'fp32'}, {options.device}"
+    document: dict[str, Any] = {
+        "model": benchmark.name,
+        "description": benchmark.description,
+        "size": options.size,
+        "precision": precision,
+        **environment(device),
+        "columns": COLUMNS,
+    }
+    title = _title(document)
     with console.status(title) as status:
         rows = measure_frontier(
             Bench(benchmark, device, precision, steps=1),
@@ -313,22 +360,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         if row.error is not None:
             console.print(f"{row.implementation} {row.setting}: [red]{escaped(row.error)}[/red]")
-    about = environment(device)
-    print_environment(console, about)
+    print_environment(console, document)
+    document["rows"] = [asdict(row) for row in rows]
     if options.json is not None:
-        document = {
-            "model": benchmark.name,
-            "description": benchmark.description,
-            "size": options.size,
-            "precision": precision,
-            **about,
-            "columns": COLUMNS,
-            "rows": [asdict(row) for row in rows],
-        }
         write_document(document, options.json)
         console.print(f"wrote {options.json}")
     if options.picture is not None:
-        plot_frontier(points_of(rows), options.picture)
+        draw([document], options.picture)
         console.print(f"wrote {options.picture}")
     return 0
 

@@ -335,7 +335,8 @@ def points(frontier: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     arguments = ["--model", "block", "--quick", "--device", "cpu", "--points", "2", "--steps", "1"]
     picture = folder / "new" / "frontier.png"
     assert frontier.main([*arguments, "--json", str(folder / "frontier.json"), "--picture", str(picture)]) == 0
-    return {**json.loads((folder / "frontier.json").read_text()), "picture": picture.read_bytes()}
+    document = {**json.loads((folder / "frontier.json").read_text()), "picture": picture.read_bytes()}
+    return {**document, "file": folder / "frontier.json"}
 
 
 def test_every_implementation_has_its_points(points: dict[str, Any]) -> None:
@@ -364,6 +365,41 @@ def test_points_are_peaks_and_times_with_the_gradients_of_the_plain_model(points
     budget = float(rows[1]["setting"].removesuffix(" MiB"))
     assert rows[1]["peak_bytes"] <= 1.001 * budget * MIB  # the setting is rounded
     assert rows[1]["peak_bytes"] < min(row["peak_bytes"] for row in rows[3:])
+
+
+def test_what_was_written_is_drawn_without_measuring_a_panel_for_each_file(
+    frontier: ModuleType, points: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(frontier, "measure_frontier", None)
+    titles, picture = [], tmp_path / "panels.png"
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **how: titles.append(title))
+    assert frontier.main(["--draw", *[str(points["file"])] * 3, "--picture", str(picture)]) == 0
+    assert titles == [f"{points['description']}, fp32, cpu"] * 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draw", "missing.json", "--picture", "panels.png"], "missing.json cannot be read"),
+        (["--draw", "other.json", "--picture", "panels.png"], "other.json was not written by this script"),
+        (["--draw", "other.json"], "--draw needs --picture"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    frontier: ModuleType,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        frontier.main(arguments)
+    assert message in capsys.readouterr().err
+    assert not Path("panels.png").exists()
 
 
 def test_checkpointed_blocks_start_from_rest_when_they_run_again(frontier: ModuleType) -> None:

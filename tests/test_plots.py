@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lightning_memopt.accounting import plot_frontier, plot_plan, plot_timeline
 from lightning_memopt.measuring import MemoryPoint, StepMemory, measure_memory
@@ -103,6 +104,15 @@ def test_a_frontier_is_saved_and_names_its_unit_of_time(tmp_path: Path) -> None:
     figure = plot_frontier([(MIB, 1.0)], tmp_path / "new" / "frontier.png", time_label="bytes moved")
     assert (tmp_path / "new" / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert figure.axes[0].get_ylabel() == "bytes moved"
+
+
+def test_a_frontier_is_drawn_in_a_panel_of_a_given_figure_and_no_other() -> None:
+    figure = Figure()
+    panel, other = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    assert plot_frontier([(MIB, 1.0)], axes=panel) is figure
+    assert len(figure.axes) == 2
+    assert panel.has_data()
+    assert not other.has_data()
 
 
 @pytest.mark.parametrize(("points", "message"), [([], "no point"), ({}, "no point"), ({"a": []}, "no point for 'a'")])

@@ -92,6 +92,7 @@ def plot_frontier(
     chosen: tuple[float, float] | None = None,
     budget: int | str | None = None,
     time_label: str = "step time [ms]",
+    axes: Axes | None = None,
 ) -> Figure:
     """Draw what a step takes in memory and in time, one labelled curve per series of points.
 
@@ -105,9 +106,10 @@ def plot_frontier(
         chosen: The point to mark as the one that was taken.
         budget: Bytes that a step may take, an int or text (``"12GiB"``), drawn as a line. ``None`` draws none.
         time_label: What the time is, and its unit.
+        axes: Where to draw, as one panel of a figure of yours. ``None``: in a new figure.
 
     Returns:
-        The ``matplotlib.figure.Figure``. It belongs to no window and needs no display.
+        The ``matplotlib.figure.Figure``, that of ``axes``. A new one belongs to no window and needs no display.
 
     Raises:
         ValueError: If there is no point, or a series without one, or the budget is no size.
@@ -127,12 +129,15 @@ def plot_frontier(
             "least one plan for each label"
         )
     limit = None if budget is None else budget_bytes(budget)
-    figure, (axes,) = _figure("plot_frontier()")
+    if axes is None:
+        _, (axes,) = _figure("plot_frontier()")
     _draw_frontier(axes, series, None if limit is None else (limit, _budget_label(limit)))
     if chosen is not None:
         _mark(axes, chosen, f"chosen: {chosen[0] / _MIB:.1f} MiB")
     axes.set_ylabel(time_label)
     axes.legend(loc="best")
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     _save(figure, path)
     return figure
 
