@@ -36,9 +36,15 @@ __device__ __forceinline__ u16 half_from_float(float value) {
 }
 
 __device__ __forceinline__ u16 bfloat16_from_float(float value) {
+#if __CUDA_ARCH__ >= 800
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+#else  // GPUs before Ampere have no instruction for it
+    const u32 bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return u16(0x7fff);
+    return u16((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -23,12 +23,7 @@ struct Float16 {
 struct Bfloat16 {
     typedef u16 Element;
     static __device__ __forceinline__ float widen(u16 x) { return float_from_bfloat16(x); }
-    // Round to nearest even in integers: these GPUs have no instruction for it.
-    static __device__ __forceinline__ u16 narrow(float x) {
-        const u32 bits = __float_as_uint(x);
-        if ((bits & 0x7fffffffu) > 0x7f800000u) return u16(0x7fff);
-        return u16((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-    }
+    static __device__ __forceinline__ u16 narrow(float x) { return bfloat16_from_float(x); }
 };
 
 static const int tile_rows = 64, tile_columns = 128, step_k = 32;

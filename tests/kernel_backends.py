@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,10 +56,13 @@ class _Recording:
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """Within the test, operations on ``kernels.device`` run by the CUDA kernels."""
     backend = _Recording(CpuKernels() if request.param == "cpu" else _cupy_backend())
+    # With an index, as the device of a tensor has one: without it the two differ.
+    device = torch.device("cpu") if request.param == "cpu" else torch.device("cuda", torch.cuda.current_device())
     with use_backend(request.param, backend):
-        yield Kernels(torch.device(request.param), backend.launches)
+        yield Kernels(device, backend.launches)
 
 
+@functools.cache  # it keeps what it has compiled
 def _cupy_backend() -> Backend:
     pytest.importorskip("cupy", reason="CuPy is missing: the CUDA kernels cannot be compiled", exc_type=ImportError)
     from lightning_memopt.ops.launch import CupyBackend

@@ -401,8 +401,9 @@ def test_any_shape_survives_compression(kernels: Kernels, shape: list[int], seed
 
 
 def test_what_is_not_binary_is_refused_with_its_value(kernels: Kernels) -> None:
+    shape = r" \(2, 3\)" if kernels.device.type == "cpu" else ""  # a GPU combines the answers of several tensors
     for pack in (functional.bit_spike_compress, functional.bit_pack_spike_dense):
-        with pytest.raises(NonBinarySpikeError, match=r"spikes \(2, 3\) held 0.5.*Remedy"):
+        with pytest.raises(NonBinarySpikeError, match=rf"spikes{shape} held 0.5.*Remedy"):
             pack_and_check(pack, torch.full((2, 3), 0.5, device=kernels.device))
 
 

@@ -28,6 +28,10 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Sources with instructions that exist on one architecture alone.
 ONE_ARCHITECTURE = {name: ("sm_90a",) for name in SOURCES if name.startswith("packed_linear_wgmma_")}
 
+# Sources of the kernels that also run on GPUs before Ampere, and the oldest of these that CUDA 13 compiles for.
+BEFORE_AMPERE = ("bit_pack.cu", "count_pack.cu", "neuron.cu", "packed_linear_simt.cu", "sparse.cu")
+OLDEST_ARCHITECTURE = "sm_75"
+
 # For a kernel that says neither by `// registers <= N` nor by __launch_bounds__ how many it may take.
 DEFAULT_REGISTERS = 128
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
@@ -133,6 +137,13 @@ def test_kernels_stay_in_registers_on_every_architecture(name: str) -> None:
             or found.static_shared_bytes > STATIC_SHARED_LIMIT
         ]
     assert not too_much, "\n".join(too_much)
+
+
+@pytest.mark.parametrize("name", BEFORE_AMPERE)
+def test_kernels_of_older_gpus_use_no_instruction_that_these_lack(name: str) -> None:
+    compiled = compiled_kernels(compile_for(read_source(name), OLDEST_ARCHITECTURE))
+    assert compiled
+    assert not any(found.stack_bytes or found.spill_store_bytes for found in compiled.values())
 
 
 SPILLING = """

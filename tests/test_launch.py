@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
+import os
+import struct
 import sys
 import types
 import warnings
@@ -123,39 +126,39 @@ def test_without_cupy_references_run_and_one_warning_names_the_extra(how: str, m
         assert backend_for(CUDA) is None
 
 
-def test_cupy_gets_a_cache_folder_where_it_cannot_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
-    module = types.ModuleType("cupy")
-    monkeypatch.setenv("CUPY_CACHE_DIR", "")  # so that it is taken back afterwards
-    monkeypatch.delenv("CUPY_CACHE_DIR")
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+@pytest.mark.parametrize("home", ["nowhere", "a file", "a folder"])
+def test_cupy_gets_a_cache_folder_where_it_cannot_make_one(
+    home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some releases make it when they are imported, others when they compile: it is there before either."""
+    seen = []
 
     class Finder:
         def find_spec(self, name: str, *_: Any) -> Any:
             if name != "cupy":
                 return None
-            attempts.append(launching.os.environ.get("CUPY_CACHE_DIR"))
-            if attempts[-1] is None:
-                raise OSError("read-only file system")
-            sys.modules["cupy"] = module
-            return importlib_spec(module)
+            seen.append(os.environ.get("CUPY_CACHE_DIR"))
+            return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
 
-    def importlib_spec(module: types.ModuleType) -> Any:
-        import importlib.machinery
+        def create_module(self, spec: Any) -> Any:
+            return types.ModuleType(spec.name)
 
-        class Loader:
-            def create_module(self, spec: Any) -> Any:
-                return module
+        def exec_module(self, module: Any) -> None:
+            return None
 
-            def exec_module(self, module: Any) -> None:
-                return None
-
-        return importlib.machinery.ModuleSpec("cupy", Loader())  # type: ignore[arg-type]
-
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setenv("HOME", "/proc/nowhere" if home == "nowhere" else str(tmp_path / home))
+    monkeypatch.setenv("CUPY_CACHE_DIR", "")  # so that it is taken back afterwards
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    assert launching._import_cupy() is module
-    assert attempts[0] is None
-    assert Path(str(attempts[1])).is_dir()
+    assert launching._import_cupy().__name__ == "cupy"
+    sys.modules.pop("cupy")
+    if home == "a folder":
+        assert seen == [None]
+    else:
+        assert Path(str(seen[0])).is_dir()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,6 +186,8 @@ class FakeFunction:
 class FakeNvrtc:
     """CUDA's compiler, which knows one architecture."""
 
+    ARCHITECTURE = "sm_90a"
+
     def __init__(self) -> None:
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self.programs: dict[int, str] = {}
@@ -193,14 +198,14 @@ class FakeNvrtc:
 
     def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
         self.compiled.append((self.programs[program], options))
-        if "-arch=sm_90a" not in options:
+        if f"-arch={self.ARCHITECTURE}" not in options:
             raise RuntimeError("NVRTC_ERROR_COMPILATION (6)")
 
     def getProgramLog(self, program: int) -> str:
         return "not supported on this target"
 
     def getCUBIN(self, program: int) -> bytes:
-        return b"binary"
+        return b"binary"  # without the zero that it ends with, as CuPy gives it
 
     def destroyProgram(self, program: int) -> None:
         del self.programs[program]
@@ -212,6 +217,7 @@ class FakeCupy:
     def __init__(self) -> None:
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self.loaded: list[bytes] = []
+        self.refusal: Exception | None = None
         self.functions: dict[str, FakeFunction] = {}
         self.cuda = types.SimpleNamespace(nvrtc=FakeNvrtc())
 
@@ -219,8 +225,14 @@ class FakeCupy:
         if code is not None:
             self.compiled.append((code, options))
         get = lambda entry: self.functions.setdefault(entry, FakeFunction(entry))  # noqa: E731
-        load = lambda: self.loaded.append(Path(str(path)).read_bytes())  # noqa: E731
-        return types.SimpleNamespace(get_function=get, compile=load)
+
+        def compile_or_load() -> None:
+            if path is not None:
+                self.loaded.append(Path(path).read_bytes())
+            elif self.refusal is not None:
+                raise self.refusal
+
+        return types.SimpleNamespace(get_function=get, compile=compile_or_load)
 
 
 @pytest.fixture
@@ -253,7 +265,7 @@ def test_a_kernel_for_one_architecture_is_compiled_for_it_and_loaded_once_a_devi
         backend.launch(kernel, (2, 1, 1), (), device)
     nvrtc = cupy.cuda.nvrtc
     assert nvrtc.compiled == [(read_source("bit_pack.cu"), ("--std=c++17", "-ftz=true", "-arch=sm_90a"))] * 2
-    assert cupy.loaded == [b"binary"] * 2
+    assert cupy.loaded == [b"binary\0"] * 2
     assert cupy.compiled == []
     assert nvrtc.programs == {}
     assert len(cupy.functions[KERNEL.entry].calls) == 3
@@ -264,6 +276,47 @@ def test_what_the_compiler_says_of_a_kernel_for_one_architecture_is_part_of_the_
     with pytest.raises(RuntimeError, match=r"bit_pack.cu: NVRTC_ERROR_COMPILATION.*not supported on this target"):
         CupyBackend().launch(kernel, (1, 1, 1), (), CUDA)
     assert cupy.cuda.nvrtc.programs == {}
+
+
+def test_without_the_headers_of_cuda_kernels_are_compiled_past_cupy(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(FakeNvrtc, "ARCHITECTURE", "sm_90")
+    cupy.refusal = RuntimeError("Failed to find CUDA headers. Please install CUDA toolkit headers")
+    CupyBackend().launch(KERNEL, (2, 1, 1), (), CUDA)
+    assert cupy.cuda.nvrtc.compiled == [(read_source("bit_pack.cu"), ("--std=c++17", "-ftz=true", "-arch=sm_90"))]
+    assert cupy.loaded == [b"binary\0"]
+    assert len(cupy.functions[KERNEL.entry].calls) == 1
+
+
+def test_what_the_driver_says_is_raised_as_it_is(cupy: FakeCupy) -> None:
+    class DriverError(RuntimeError):
+        pass
+
+    cupy.refusal = DriverError("CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        CupyBackend().launch(KERNEL, (2, 1, 1), (), CUDA)
+    assert cupy.cuda.nvrtc.compiled == []
+
+
+def test_a_compiled_kernel_reaches_the_driver_whole(cupy: FakeCupy) -> None:
+    """By the compiler that CuPy calls: the end of the last table of the binary is the end of the file."""
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is missing", exc_type=ImportError)
+    cupy.cuda.nvrtc = nvrtc
+    kernel = Kernel("packed_linear_wgmma_float32.cu", "packed_linear_wgmma_float32", 256, architecture="sm_90a")
+    try:
+        CupyBackend().launch(kernel, (1, 1, 1), (), CUDA)
+    except RuntimeError as error:
+        if "libnvrtc" not in str(error):
+            raise
+        pytest.skip("CUDA's compiler is missing")
+    [binary] = cupy.loaded
+    assert binary.startswith(b"\x7fELF")
+    segments, sections = struct.unpack_from("<2Q", binary, 32)
+    segment_bytes, segment_count, section_bytes, section_count = struct.unpack_from("<4H", binary, 54)
+    end = max(segments + segment_bytes * segment_count, sections + section_bytes * section_count)
+    assert len(binary) >= end
 
 
 def test_the_limit_of_shared_memory_is_raised_as_far_as_launches_need(cupy: FakeCupy) -> None:

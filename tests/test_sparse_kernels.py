@@ -617,7 +617,8 @@ def test_what_is_no_spike_is_refused_with_its_value(
     monkeypatch.setattr("lightning_memopt.functional.sparse.choose_sparse_linear", lambda *_: path)
     spikes, weight, bias = (tensor.detach() for tensor in inputs_of((5,), kernels.device))
     spikes[3, 32] = value
-    with pytest.raises(NonBinarySpikeError, match=rf"sparse_linear: spikes \(5, 33\) held {value}"):
+    shape = r" \(5, 33\)" if kernels.device.type == "cpu" else ""  # a GPU combines the answers of several tensors
+    with pytest.raises(NonBinarySpikeError, match=rf"sparse_linear: spikes{shape} held {value}"):
         and_read_answers(sparse_linear, spikes, weight, bias)
 
 

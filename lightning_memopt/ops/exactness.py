@@ -85,7 +85,10 @@ def require_exact(fits: Tensor, odd: Tensor, claim: Claim) -> None:
         earlier = _PENDING.get((device, where))
         if earlier is not None:
             if earlier.known is not None:  # it may have been made on another stream
-                torch.cuda.current_stream(device).wait_event(earlier.known)
+                stream = torch.cuda.current_stream(device)
+                stream.wait_event(earlier.known)
+                for answer in (earlier.fits, earlier.odd):  # not to be freed before that stream has read it
+                    answer.record_stream(stream)
             fits, odd = earlier.fits & fits, torch.where(earlier.fits, odd.to(earlier.odd.dtype), earlier.odd)
         known = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         _PENDING[device, where] = _Pending(claim, fits, odd, known)

@@ -223,7 +223,7 @@ class CupyBackend:
         with self._lock:
             module = self._modules.get((index, kernel.source))
             if module is None:
-                module = self._load(kernel)
+                module = self._load(kernel, index)
                 self._modules[index, kernel.source] = module
             compiled = module.get_function(kernel.entry)
             # One function serves launches with more and with less shared memory: the limit may only rise.
@@ -233,19 +233,32 @@ class CupyBackend:
             self._kernels[index, kernel] = compiled
             return compiled
 
-    def _load(self, kernel: Kernel) -> Any:
+    def _load(self, kernel: Kernel, index: int) -> Any:
         code = read_source(kernel.source)
-        if kernel.architecture is None:
-            return self._cupy.RawModule(code=code, options=self.OPTIONS)
-        # CuPy names the device's architecture to the compiler itself, without the letter that such instructions need.
+        if kernel.architecture is not None:
+            # CuPy names the device's architecture to the compiler itself, without the letter that such instructions
+            # need.
+            return self._load_compiled(code, kernel.source, kernel.architecture)
+        module = self._cupy.RawModule(code=code, options=self.OPTIONS)
+        try:
+            module.compile()
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # what the compiler and the driver raise has types of its own
+                raise
+            # CuPy compiles nothing where it finds no headers of CUDA, not even sources that include none.
+            major, minor = torch.cuda.get_device_capability(index)
+            return self._load_compiled(code, kernel.source, f"sm_{major}{minor}")
+        return module
+
+    def _load_compiled(self, code: str, name: str, architecture: str) -> Any:
         nvrtc = self._cupy.cuda.nvrtc
-        program = nvrtc.createProgram(code, kernel.source, (), ())
+        program = nvrtc.createProgram(code, name, (), ())
         try:
             try:
-                nvrtc.compileProgram(program, (*self.OPTIONS, "-ftz=true", f"-arch={kernel.architecture}"))
+                nvrtc.compileProgram(program, (*self.OPTIONS, "-ftz=true", f"-arch={architecture}"))
             except Exception as error:
-                raise RuntimeError(f"{kernel.source}: {error}: {nvrtc.getProgramLog(program)}") from error
-            binary = nvrtc.getCUBIN(program)
+                raise RuntimeError(f"{name}: {error}: {nvrtc.getProgramLog(program)}") from error
+            binary = nvrtc.getCUBIN(program) + b"\0"  # CuPy cuts off the last byte as if it ended a text
         finally:
             nvrtc.destroyProgram(program)
         with tempfile.TemporaryDirectory(prefix="lightning-memopt-") as folder:
@@ -269,12 +282,20 @@ def _properties(device: torch.device) -> Any:
 
 
 def _import_cupy() -> Any:
-    try:
-        import cupy
-    except OSError:
-        # CuPy makes its cache folder when it is imported; a home folder may be read-only.
-        if "CUPY_CACHE_DIR" in os.environ:
-            raise
+    # Some releases of CuPy make their cache folder when they are imported, others when they compile, and both fail
+    # where a home folder is read-only.
+    if "CUPY_CACHE_DIR" not in os.environ and not _can_write(Path(os.path.expanduser("~/.cupy/kernel_cache"))):
         os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupy-")
-        import cupy
+    import cupy
+
     return cupy
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
