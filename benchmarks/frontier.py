@@ -15,6 +15,7 @@ Implementations
     spikingjelly memopt       its ``optimize_memory``, levels 1 to 4
     checkpoint every block    ``torch.utils.checkpoint`` around each block; spiking neurons in it start from rest
     torch.compile             with ``--compile``: ``activation_memory_budget`` from 1, which is compilation alone, down
+    lightning_memopt, compiled  with ``--compile``: ``optimize_memory(level=1)``, then ``torch.compile``
 
 Whatever an implementation cannot do on the device is a row with its error.
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import sys
@@ -44,7 +46,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from budgets import Bench, budgets_between, least_budget
-from levels import PEER, PassCounter, import_peer, optimize
+from levels import OURS, PEER, PassCounter, import_peer, optimize
 from models import MODELS, Benchmark, MissingLibraryError, Precision, build
 from reporting import check_device, console_of_width, environment, escaped, print_environment, write_document
 from rich import box
@@ -69,6 +71,7 @@ BUDGETS = "lightning_memopt"
 MEMOPT = "spikingjelly memopt"
 EVERY_BLOCK = "checkpoint every block"
 COMPILED = "torch.compile"
+BOTH = "lightning_memopt, compiled"
 COLUMNS = ("implementation", "setting", "peak_bytes", "step_ms", "setup_s", "max_rel_grad_diff", "error")
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 QUICK_SHARES = (1.0, 0.5)
@@ -104,26 +107,29 @@ def measure_frontier(
     """A row for each setting of each implementation, every one in its own deep copy of the model."""
     ways: list[tuple[Row, Prepare]] = [(Row(PLAIN, setup_s=0.0), lambda model: model)]
     ways += _planned(bench, points, report)
-    ways += [(Row(MEMOPT, f"level {level}"), partial(_by_peer, bench=bench, level=level)) for level in levels]
+    ways += [(Row(MEMOPT, f"level {level}"), partial(_by_level, PEER, bench=bench, level=level)) for level in levels]
     ways.append((Row(EVERY_BLOCK), partial(checkpoint_every_block, benchmark=bench.benchmark)))
 
     rows: list[Row] = []
     models: list[nn.Module | None] = []
     for row, prepare in ways:
         if row.error is not None:
-            model = None
+            models.append(None)
         else:
             report(f"{row.implementation} {row.setting}")
-            row, model = _measured(bench, row, prepare, [bench.model, *models])
+            row = _measured(bench, row, prepare, models)
         rows.append(row)
-        models.append(model)
     report(f"timing: {warmup_steps} warm-up and {steps} measured rounds")
     times = interleaved_times(models, bench.benchmark, bench.step, bench.device, steps=steps, warmup_steps=warmup_steps)
     rows = [_with_times(row, taken) for row, taken in zip(rows, times, strict=True)]
     models.clear()
-    for share in shares:
-        report(f"{COMPILED} {share}")
-        rows.append(_compiled(bench, share, steps, warmup_steps))
+    gc.collect()  # their forwards are parts of cycles, and they are not the memory of what is measured next
+    compiled = [(Row(COMPILED, str(share)), share, lambda model: model) for share in shares]
+    if compiled:
+        compiled.append((Row(BOTH, "level 1"), 1.0, partial(_by_level, OURS, bench=bench, level=1)))
+    for row, share, prepare in compiled:
+        report(f"{row.implementation} {row.setting}")
+        rows.append(_compiled(bench, row, prepare, share, steps, warmup_steps))
     return rows
 
 
@@ -131,10 +137,8 @@ def _with_times(row: Row, taken: Sequence[float]) -> Row:
     return replace(row, step_ms=statistics.median(taken), step_ms_all=tuple(taken)) if taken else row
 
 
-def _measured(
-    bench: Bench, row: Row, prepare: Prepare, others: Sequence[nn.Module | None]
-) -> tuple[Row, nn.Module | None]:
-    """Setup time, gradients and peak of one way to train the model."""
+def _measured(bench: Bench, row: Row, prepare: Prepare, models: list[nn.Module | None]) -> Row:
+    """Setup time, gradients and peak of one way to train the model, which is appended to ``models``."""
     copied = copy.deepcopy(bench.model)
     # By name before anything is wrapped: an implementation may rename parameters as long as it keeps them.
     parameters = dict(copied.named_parameters())
@@ -147,11 +151,13 @@ def _measured(
         figures = bench.measure(model, parameters)
     except Exception as error:
         # Whatever an implementation cannot do here is a finding: the row reports it and the run goes on.
-        return replace(row, error=f"{type(error).__name__}: {error}"), None
+        models.append(None)
+        return replace(row, error=f"{type(error).__name__}: {error}")
     # The other copies of the model wait on the same device for their turn: they are not this step's memory.
-    peak_bytes = figures.peak_bytes - storage_bytes(tensors_of(others), bench.device)
+    peak_bytes = figures.peak_bytes - storage_bytes(tensors_of([bench.model, *models]), bench.device)
+    models.append(model)
     setup_s = setup_s if row.setup_s is None else row.setup_s
-    return replace(row, peak_bytes=peak_bytes, setup_s=setup_s, max_rel_grad_diff=bench.difference(figures)), model
+    return replace(row, peak_bytes=peak_bytes, setup_s=setup_s, max_rel_grad_diff=bench.difference(figures))
 
 
 def _planned(bench: Bench, points: int, report: Callable[[str], None]) -> list[tuple[Row, Prepare]]:
@@ -178,9 +184,10 @@ def _apply(model: nn.Module, plan: Plan) -> nn.Module:
     return apply_plan(model, plan)
 
 
-def _by_peer(model: nn.Module, bench: Bench, level: int) -> nn.Module:
-    import_peer()
-    return optimize(PEER, model, bench.benchmark, level, PassCounter(bench.step))
+def _by_level(implementation: str, model: nn.Module, bench: Bench, level: int) -> nn.Module:
+    if implementation == PEER:
+        import_peer()
+    return optimize(implementation, model, bench.benchmark, level, PassCounter(bench.step))
 
 
 def checkpoint_every_block(model: nn.Module, benchmark: Benchmark) -> nn.Module:
@@ -197,25 +204,28 @@ def checkpoint_every_block(model: nn.Module, benchmark: Benchmark) -> nn.Module:
     return model
 
 
-def _compiled(bench: Bench, share: float, steps: int, warmup_steps: int) -> Row:
-    """Compile a copy so that it keeps ``share`` of what it would keep, and measure it alone."""
+def _compiled(bench: Bench, row: Row, prepare: Prepare, share: float, steps: int, warmup_steps: int) -> Row:
+    """Prepare and compile a copy so that it keeps ``share`` of what it would keep, and measure it alone."""
     # Else the code compiled for another share would be used again.
     torch._dynamo.reset()
 
     def compile_and_run(model: nn.Module) -> nn.Module:
-        compiled: nn.Module = torch.compile(model)
+        compiled: nn.Module = torch.compile(prepare(model))
         loss: Tensor = bench.step(compiled)
         loss.backward()
         del loss
         finish_step(compiled, bench.benchmark)
         return compiled
 
+    models: list[nn.Module | None] = []
     with functorch_config.patch(activation_memory_budget=share):
-        row, model = _measured(bench, Row(COMPILED, str(share)), compile_and_run, [bench.model])
-        if model is not None:
+        row = _measured(bench, row, compile_and_run, models)
+        if models[0] is not None:
             rounds = range(warmup_steps + steps)
-            taken = [timed_step(model, bench.benchmark, bench.step, bench.device) for _ in rounds]
+            taken = [timed_step(models[0], bench.benchmark, bench.step, bench.device) for _ in rounds]
             row = _with_times(row, taken[warmup_steps:])
+    models.clear()
+    gc.collect()
     return row
 
 

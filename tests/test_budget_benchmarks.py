@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memopt.planning import applied_plan
 from lightning_memopt.planning.solve import solve
 from tests.benchmark_scripts import benchmark_scripts
 
@@ -415,27 +416,31 @@ def test_checkpointed_blocks_start_from_rest_when_they_run_again(frontier: Modul
     assert figures.flops > bench.plain.flops
 
 
-def test_compiled_code_for_one_share_is_not_used_for_another(
+def test_compiled_code_for_one_share_is_not_used_for_another_and_the_last_is_of_a_treated_model(
     frontier: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = frontier.Bench(frontier.build("gpt", size="tiny"), torch.device("cpu"), "32", steps=1)
-    seen: list[float] = []
+    seen: list[tuple[float, bool]] = []
     resets: list[str] = []
 
     def compile_nothing(model: torch.nn.Module) -> torch.nn.Module:
-        seen.append(frontier.functorch_config.activation_memory_budget)
+        seen.append((frontier.functorch_config.activation_memory_budget, applied_plan(model) is not None))
         return model
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append("reset"))
-    rows = [frontier._compiled(bench, share, steps=2, warmup_steps=1) for share in (0.7, 0.3)]
-    assert seen == [0.7, 0.3]
-    assert len(resets) == 2
+    monkeypatch.setattr(frontier, "_planned", lambda *_: [])
+    rows = frontier.measure_frontier(bench, points=1, levels=(), shares=(0.7, 0.3), steps=2, warmup_steps=1)
+    assert seen == [(0.7, False), (0.3, False), (1.0, True)]
+    assert len(resets) == 3
     assert frontier.functorch_config.activation_memory_budget == 1.0
-    assert [(row.setting, len(row.step_ms_all), row.max_rel_grad_diff) for row in rows] == [
+    plain, *_, first, second, treated = rows
+    assert [(row.setting, len(row.step_ms_all), row.max_rel_grad_diff) for row in (first, second, treated)] == [
         ("0.7", 2, 0),
         ("0.3", 2, 0),
+        ("level 1", 2, 0),
     ]
+    assert treated.peak_bytes < first.peak_bytes == second.peak_bytes == plain.peak_bytes
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
