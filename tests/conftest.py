@@ -33,6 +33,7 @@ _top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_defaul
 _ENVIRONMENT_OF_LIBRARIES = {
     "CRC32C_SW_MODE",
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER",
     "CUDA_MODULE_LOADING",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",

@@ -60,7 +60,7 @@ def loss_of(outputs: Any) -> Tensor | None:
     terms = []
     for leaf in tensors_in(outputs):
         if leaf.requires_grad:
-            weights = torch.linspace(-1.0, 2.0, leaf.numel(), dtype=torch.float64).reshape(leaf.shape).to(leaf.dtype)
+            weights = torch.linspace(-1.0, 2.0, leaf.numel(), dtype=torch.float64).reshape(leaf.shape).to(leaf)
             terms.append((leaf * weights).sum().double())
     return torch.stack(terms).sum() if terms else None
 

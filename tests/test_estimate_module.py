@@ -90,6 +90,17 @@ def measured(
     return report.breakdown.peak
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [torch.optim.AdamW, sgd])
+def test_an_estimate_for_cuda_needs_no_cuda(make: Optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, *batch = convolutions()
+    here = estimate_module(model, batch, optimizer=make, loss=loss, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    elsewhere = estimate_module(model, batch, optimizer=make, loss=loss, device="cuda")
+    for moment in (*elsewhere.MOMENTS, "peak"):  # the device hands out blocks of 512 bytes
+        assert here.at(moment).total_bytes == pytest.approx(elsewhere.at(moment).total_bytes, rel=0.02), moment
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, sgd, torch.optim.Adafactor])
 @pytest.mark.parametrize("family", [transformer, convolutions])
 def test_the_estimate_is_what_the_step_takes(family: Any, make: Optimizers) -> None:

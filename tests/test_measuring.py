@@ -455,6 +455,12 @@ def test_process_memory_grows_by_what_is_written() -> None:
     assert process_memory() - before <= 4 * MIB
 
 
+def test_what_cublas_keeps_is_no_reason_to_measure_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 64 * MIB)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert measure_memory(lambda: torch.zeros(10)).device == "cpu"
+
+
 @pytest.mark.gpu
 def test_on_cuda_the_allocator_is_asked() -> None:
     device = torch.device("cuda", torch.cuda.current_device())

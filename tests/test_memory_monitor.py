@@ -1217,8 +1217,8 @@ class FakeCuda:
         self.device_ms = 0.0
         self.resets = 0
         self.waits = 0
-        self.peaks: Iterator[int] = iter(range(10, 1000))
-        self.retries = 0
+        self.peaks: Iterator[int] = iter(range(9, 1000))  # the first is read before the training
+        self.retries = 4  # of a training before
 
     def memory_stats(self, device: torch.device) -> dict[str, Any]:
         peak = next(self.peaks)

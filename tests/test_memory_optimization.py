@@ -205,10 +205,12 @@ def test_on_cuda_a_training_is_the_same_and_its_peak_lower(tmp_path: Path) -> No
             torch.cuda.reset_peak_memory_stats()
 
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
-        plain, before = peak_of()
+        plain, _ = peak_of()
+        held = torch.cuda.memory_allocated()  # by the record, and by cuBLAS, which keeps a workspace for each thread
+        _, before = peak_of()
         optimized, after = peak_of(MemoryOptimization(verbose=False))
     assert_same_training(plain, optimized)
-    assert after < 0.6 * before
+    assert after - held < 0.75 * (before - held)
 
 
 def test_the_users_forward_is_taken_instead_of_the_step(tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def chain(
     return Step(model, forward, targets or (type(model[0]),))
 
 
-def observed(step: Step, **options: Any) -> ObservedStep:
+def observed(step: Step, device: torch.device = CPU, **options: Any) -> ObservedStep:
     with unchanged(step.model) as state:
-        return observe_step(step.model, step.regions, step.forward, state, device=CPU, **options)
+        return observe_step(step.model, step.regions, step.forward, state, device=device, **options)
 
 
 def named(costs: StepCosts, path: str) -> RegionCosts:
@@ -387,6 +387,16 @@ class TestPrediction:
             simulated = simulate(seen.costs, plan)
             assert simulated.peak.path == "0"
             assert simulated.peak_bytes - seen.costs.base_bytes == pytest.approx(peak, rel=0.001)
+
+
+def test_a_device_may_be_named_with_its_index_or_without() -> None:
+    step = chain(Residual, torch.randn(32, 64))
+    plain, named = (
+        [(cost.holds, cost.backward_peak_bytes) for region in seen.costs.regions for cost in region.choices]
+        for seen in (observed(step), observed(step, torch.device("cpu", 0)))
+    )
+    assert named == plain
+    assert any(held for held, _ in plain)
 
 
 class TestNothingIsChanged:

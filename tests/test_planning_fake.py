@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from lightning_memopt import applied_plan, measure_memory, optimize_memory
+from lightning_memopt.checkpointing import parts
 from lightning_memopt.observing.costs import Choice
-from lightning_memopt.observing.model_state import unchanged
+from lightning_memopt.observing.model_state import random_states, unchanged
 from lightning_memopt.observing.no_memory import computing_nothing
 from lightning_memopt.observing.region_costs import observe_step
 from lightning_memopt.observing.regions import as_region
@@ -432,3 +433,19 @@ def test_a_warning_that_is_an_error_stays_what_it_is() -> None:
     with pytest.raises(UserWarning, match="target size"):
         planned(model, forward, "1 GiB")
     assert applied_plan(model) is None
+
+
+def test_under_fake_tensors_the_random_numbers_of_a_device_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, state, written = torch.device("cuda", 0), torch.get_rng_state(), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)
+    # As torch 2.6 does.
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: written.append(new.clone()))
+    with FakeTensorMode():
+        for _, write in [*random_states([])]:
+            write()
+        with parts._replayed(parts._random_now([device])):
+            pass
+    assert len(written) == 3
+    assert all(torch.equal(each, state) for each in written)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,34 @@ def test_nothing_has_to_fit_into_memory_to_be_measured() -> None:
         data = torch.empty(1, 1 << 20)
         report = measure_memory(lambda: layer(data).sum().backward(), device="cpu")
     assert report.end_bytes - report.start_bytes == 4 << 40
+
+
+class Nested(torch.autograd.Function):
+    """A backward pass within a backward pass, and so on, and then ``step``."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, depth: int, step: Callable[[], object]) -> Tensor:
+        ctx.depth, ctx.step = depth, step
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            if ctx.depth:
+                Nested.apply(torch.ones((), requires_grad=True), ctx.depth - 1, ctx.step).backward()
+            else:
+                ctx.step()
+        return gradient, None, None
+
+
+def test_gradients_that_meet_are_added_in_place_in_threads_of_the_engine_too() -> None:
+    with FakeTensorMode():
+        for depth in range(57, 64):  # from about 60 on torch takes another thread, as it does for every CUDA device
+            doubled = 2 * torch.ones(1000, requires_grad=True)
+            loss = (doubled * 1.5 + doubled * 2.5 + doubled * 3.5).sum()
+            outer = Nested.apply(torch.ones((), requires_grad=True), depth, loss.backward)
+            report = measure_memory(outer.backward, device="cpu")
+            assert report.peak_bytes - report.start_bytes < 3 * 4000, depth
 
 
 def test_a_device_that_is_not_there_hands_out_its_blocks() -> None:

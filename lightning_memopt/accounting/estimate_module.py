@@ -138,7 +138,7 @@ def estimate_module(
         made, originals = _made_module(module, fakes_on, dtype)
         batch = _fake_batch(example, fakes_on, dtype)
         _warn_of_recurrent(made, where)
-        optimizers = _optimizers(optimizer, made, originals, foreach=stands_in)
+        optimizers = _optimizers(optimizer, made, originals, foreach=where.type == "cuda")
         compute = _loss_of(made, loss)
         if treat is not None:
             treat(made)

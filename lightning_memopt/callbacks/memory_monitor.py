@@ -498,7 +498,8 @@ class _CudaGauge:
         self._device = device
         self._reset_peak = reset_peak
         self._begin: torch.cuda.Event | None = None
-        self._retries = 0
+        # The allocator counts since it was first used, maybe by a training before; it answers {} where it was not.
+        self._retries = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
 
     def start(self, *, trace: bool) -> None:
         if self._reset_peak:

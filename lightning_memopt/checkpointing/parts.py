@@ -603,11 +603,12 @@ def _random_now(devices: Iterable[torch.device]) -> _Random:
 
 
 def _set_random(states: _Random) -> None:
-    for device, state in states:
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+    with no_dispatch():  # torch 2.6 makes a copy of them
+        for device, state in states:
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _same_random(one: _Random, other: _Random) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memopt.measuring.allocation_events import AllocationRecorder
+from lightning_memopt.measuring.allocation_events import AllocationRecorder, storages_alive
 from lightning_memopt.measuring.attribution import StepAttribution
 from lightning_memopt.measuring.consumers import MemoryEstimate
 from lightning_memopt.measuring.marks import MarkCollector, MemoryMark, collecting_marks
@@ -155,9 +155,12 @@ def _checked_optimizers(model: object, optimizer: object) -> tuple[Optimizer, ..
 
 
 def _default_device() -> torch.device:
-    # memory_allocated() answers 0, without starting CUDA, in a process that has not used it.
+    # memory_allocated() answers 0, without starting CUDA, in a process that has not used it. In one that has, cuBLAS
+    # keeps its workspaces when all tensors are gone.
     if torch.cuda.memory_allocated() > 0:
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        if storages_alive(device):
+            return device
     return torch.device("cpu")
 
 

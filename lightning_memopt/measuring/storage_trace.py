@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -209,12 +210,13 @@ def _in_engine() -> bool:
     """Whether an operation was called by the backward pass itself, not by Python code in it."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
     ):
         frame = frame.f_back
-    return frame.f_code.co_name == "_engine_run_backward"
+    # In a thread of the engine's own, which every CUDA device has, no Python code is below.
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _mode_of(tensor: Tensor) -> Any:

@@ -363,7 +363,7 @@ class _Bench:
             stack.enter_context(_after_autocast(call.device))
             mark_memory(f"{name}:{_HELD}")
             if left is not None and fake_mode() is None:
-                left.random = torch.get_rng_state().numpy().tobytes()
+                left.random = _random_numbers(call.device)
             with _gradients_aside([] if root is None else leaves_of(root)) as leaves:
                 if root is not None:
                     with clock:
@@ -605,6 +605,14 @@ def _state_of(call: RegionCall) -> list[Any]:
         if isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter)
     ]
     return _values_of(leaves)
+
+
+def _random_numbers(device: torch.device) -> bytes:
+    """Where torch's random numbers stand, those of the host and of ``device``."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def _values_of(values: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_memopt.checkpointing import restore_snapshot, take_snapshot
 from lightning_memopt.checkpointing.stores import with_hidden_modules
@@ -224,4 +225,8 @@ def random_states(devices: Iterable[torch.device]) -> Iterator[tuple[str, Callab
 
 
 def _setter(set_state: Callable[..., None], state: Tensor, arguments: tuple[Any, ...]) -> Callable[[], None]:
-    return lambda: set_state(state, *arguments)
+    def write() -> None:
+        with no_dispatch():  # under fake tensors these are still real, and torch 2.6 makes a copy of them
+            set_state(state, *arguments)
+
+    return write
