@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -383,6 +385,49 @@ def test_running_out_of_memory_is_an_answer() -> None:
     assert plan_within(costs(), 1300, measure).best.peak_bytes == 1100
     with pytest.raises(MemoryBudgetError):
         plan_within(costs(), 1300, lambda chosen: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled code, which packs nothing and recomputes what it likes
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    return model
+
+
+def compiled_as_a_whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model)
+
+
+def compiled_in_parts(model: nn.Module) -> nn.Module:
+    model[1].compile()
+    return model
+
+
+@pytest.mark.parametrize("how", [compiled_as_a_whole, compiled_in_parts])
+def test_that_compiled_code_may_not_keep_a_budget_is_said(how: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.warns(UserWarning, match=r"budget of 1024.0 MiB where the model runs without torch.compile"):
+        optimize_memory(how(network()), example_forward=loss, memory_budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("how", "asked"),
+    [(plain_module, {"memory_budget": "1GiB"}), (compiled_as_a_whole, {"level": 1}), (compiled_in_parts, {"level": 1})],
+)
+def test_where_no_budget_may_be_broken_nothing_is_said(how: Callable[[nn.Module], nn.Module], asked: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimize_memory(how(network()), example_forward=loss, targets=Block, **asked)
+
+
+def test_a_compiled_lightning_module_within_a_budget_is_told_so(tmp_path: Path) -> None:
+    callback = MemoryOptimization(memory_budget="1GiB", verbose=False)
+    module = torch.compile(Transformer(), backend="eager")
+    try:
+        with pytest.warns(UserWarning, match="runs without torch.compile"):
+            fit(tmp_path, module, callback)
+    finally:
+        torch.compiler.reset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memopt.checkpointing.runs import is_compiled
+from lightning_memopt.measuring.amounts import format_bytes
 from lightning_memopt.observing.no_memory import computing_nothing
 from lightning_memopt.observing.regions import TargetClasses
 from lightning_memopt.planning.agree import Ranks
@@ -180,3 +182,16 @@ def apply_on_all(model: nn.Module, plan: Plan, request: Request, ranks: Ranks) -
     if not in_force(model, plan):
         raise RuntimeError("The plan was applied but is not in force: a module lost its treatment. This is a bug.")
     ranks.same("comparing the plans that were applied", plan.digest())
+    if plan.memory_budget is not None and _is_compiled(model):
+        warnings.warn(
+            f"The plan keeps its budget of {format_bytes(plan.memory_budget)} where the model runs without "
+            "torch.compile, as it was observed: compiled code decides by itself what to store, and neither packs nor "
+            "recomputes cheap operations for a plan, so that its peak may be higher. MemoryMonitor tells. Leave "
+            "torch.compile out, or use level=1, which compiled code follows.",
+            stacklevel=3,
+        )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether a part of it, or as a LightningModule its steps, run as compiled code."""
+    return getattr(model, "_compiler_ctx", None) is not None or any(map(is_compiled, model.modules()))
