@@ -99,3 +99,21 @@ def test_what_a_choice_leaves_behind_counts_where_earlier_regions_run_backward()
         without, Assignment((1, 1)), lambda chosen: peaks[tuple(sorted(chosen))] - 25 * ("1" not in chosen)
     )
     assert found.best.chosen == {}
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_time_is_not_spent_on_a_twentieth_of_a_percent_of_the_peak_but_no_more_is_given_up(count: int) -> None:
+    """Each of some small regions holds 0.04 % of the peak; the last region makes it."""
+
+    def region(number: int, held: int) -> RegionCosts:
+        keep = ChoiceCost(Choice(), {2 * number: held}, held, held, extra=0.0)
+        again = ChoiceCost(RECOMPUTE, {2 * number + 1: 1}, held, held, extra=1.0 + 0.01 * number)
+        return RegionCosts(f"{number}", (keep, again), {}, 0, 0)
+
+    regions = (*(region(number, 41) for number in range(count)), region(count, 50_000))
+    costs = StepCosts(50_000, regions, ({},) * (count + 2), 0, 0, 0, 99.0, 0, "ms")
+    measure, peaks = steps(costs, lambda recomputed: 0)
+    found = least_peak(costs, Assignment((1,) * (count + 1)), measure)
+    assert found.best.peak_bytes is not None
+    assert found.best.peak_bytes == peaks[0] + 40 <= 1.0005 * peaks[0]
+    assert {region.path for region in regions} - {*found.best.chosen} == {f"{count - 1}"}  # which costs the most

@@ -83,7 +83,7 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
             correction = correct(correction, last.simulated, last.peak_bytes)
         elif len(tried) > 1:
             break  # nobody knows how much was missing
-        assignment = _next(costs, best, [plan.chosen for plan in tried], correction)
+        assignment = _next(costs, best, tried, correction)
         if assignment is None:
             break
         last = attempt(assignment)
@@ -93,18 +93,18 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
     return LeastPeak(best, tuple(tried))
 
 
-def _next(
-    costs: StepCosts, best: TriedPlan, tried: Collection[Mapping[str, Choice]], correction: Correction
-) -> Assignment | None:
+def _next(costs: StepCosts, best: TriedPlan, tried: Collection[TriedPlan], correction: Correction) -> Assignment | None:
     """The plan to measure next, None if none should be better."""
-    plans = trade_off(costs, correction)
+    plans, known = trade_off(costs, correction), [plan.chosen for plan in tried]
     lowest = pick(plans, 0)
-    if choices_of(costs, lowest.assignment) not in tried and (
+    if choices_of(costs, lowest.assignment) not in known and (
         best.peak_bytes is None or lowest.simulated.peak_bytes < best.clearly_below
     ):
         return lowest.assignment
     if best.peak_bytes is None:
         return None
-    cheapest = pick(plans, best.peak_bytes)
+    # From the least peak on, or a plan of the same peak as the last could climb step by step.
+    least_bytes = min(plan.peak_bytes for plan in tried if plan.peak_bytes is not None)
+    cheapest = pick(plans, int((1 + _SAME) * least_bytes))
     cheaper = cheapest.fits and cheapest.simulated.extra < best.simulated.extra
-    return cheapest.assignment if cheaper and choices_of(costs, cheapest.assignment) not in tried else None
+    return cheapest.assignment if cheaper and choices_of(costs, cheapest.assignment) not in known else None
