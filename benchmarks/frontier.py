@@ -72,6 +72,7 @@ MEMOPT = "spikingjelly memopt"
 EVERY_BLOCK = "checkpoint every block"
 COMPILED = "torch.compile"
 BOTH = "lightning_memopt, compiled"
+IMPLEMENTATIONS = (PLAIN, BUDGETS, MEMOPT, EVERY_BLOCK, COMPILED, BOTH)
 COLUMNS = ("implementation", "setting", "peak_bytes", "step_ms", "setup_s", "max_rel_grad_diff", "error")
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 QUICK_SHARES = (1.0, 0.5)
@@ -262,7 +263,8 @@ def draw(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     columns = min(len(documents), 2)
     lines = -(-len(documents) // columns)
-    figure = Figure(figsize=(7.0 * columns, 4.5 * lines), layout="constrained")
+    figure = Figure(figsize=(7.0 * columns, 4.2 * lines), layout="constrained")
+    drawn: dict[str, Any] = {}
     for place, document in enumerate(documents):
         measured = [Row(**row) for row in document["rows"] if row["step_ms"] is not None]
         plain_ms = next(row.step_ms for row in measured if row.implementation == PLAIN)
@@ -272,8 +274,13 @@ def draw(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes = figure.add_subplot(lines, columns, place + 1)
         plot_frontier(points, time_label="step time, plain = 1", axes=axes)
         axes.set_title(_title(document), fontsize="medium")
+        axes.get_legend().remove()
+        for line in axes.lines:
+            line.set_color(f"C{IMPLEMENTATIONS.index(line.get_label())}")
+            drawn[line.get_label()] = line
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def _title(document: Mapping[str, Any]) -> str:
