@@ -21,7 +21,7 @@ from lightning_memopt.planning.within_budget import MOST_STEPS, Measure, choices
 
 # A treatment costs time in every step of the training: of what is not alive throughout it has to free this share.
 _LEAST_GAIN = 0.005
-# Peaks are the same up to this share: of small tensors the model of memory does not know.
+# Peaks are the same up to this share of it: of small tensors the model of memory does not know.
 _SAME = 0.0005
 
 
@@ -44,13 +44,18 @@ class TriedPlan:
         assert self.peak_bytes is not None
         return self.peak_bytes - _LEAST_GAIN * max(0, self.peak_bytes - self.base_bytes)
 
-    def better_than(self, other: TriedPlan) -> bool:
-        """A clearly lower peak, or the same for less time; where neither fits, the lower prediction."""
+    def better_than(self, other: TriedPlan, least_bytes: int | None) -> bool:
+        """A clearly lower peak, or the same for less time; where neither fits, the lower prediction.
+
+        Peaks are compared with the least that was measured, or each plan could be a little above the last.
+        """
         if self.peak_bytes is None:
             return other.peak_bytes is None and self.simulated.peak_bytes < other.simulated.peak_bytes
         if other.peak_bytes is None or self.peak_bytes < other.clearly_below:
             return True
-        return self.peak_bytes <= (1 + _SAME) * other.peak_bytes and self.simulated.extra < other.simulated.extra
+        assert least_bytes is not None
+        same = self.peak_bytes <= max(other.peak_bytes, _hardly_above(least_bytes, self.base_bytes))
+        return same and self.simulated.extra < other.simulated.extra
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def least_peak(costs: StepCosts, start: Assignment, measure: Measure) -> LeastPe
             break
         last = attempt(assignment)
         tried.append(last)
-        if last.better_than(best):
+        if last.better_than(best, _least(tried)):
             best = last
     return LeastPeak(best, tuple(tried))
 
@@ -103,8 +108,18 @@ def _next(costs: StepCosts, best: TriedPlan, tried: Collection[TriedPlan], corre
         return lowest.assignment
     if best.peak_bytes is None:
         return None
-    # From the least peak on, or a plan of the same peak as the last could climb step by step.
-    least_bytes = min(plan.peak_bytes for plan in tried if plan.peak_bytes is not None)
-    cheapest = pick(plans, int((1 + _SAME) * least_bytes))
+    least_bytes = _least(tried)
+    assert least_bytes is not None
+    cheapest = pick(plans, _hardly_above(least_bytes, costs.base_bytes))
     cheaper = cheapest.fits and cheapest.simulated.extra < best.simulated.extra
     return cheapest.assignment if cheaper and choices_of(costs, cheapest.assignment) not in known else None
+
+
+def _least(tried: Collection[TriedPlan]) -> int | None:
+    """The least peak that was measured; None if memory ran out under every plan."""
+    return min((plan.peak_bytes for plan in tried if plan.peak_bytes is not None), default=None)
+
+
+def _hardly_above(peak_bytes: int, base_bytes: int) -> int:
+    """The highest peak that counts as the same."""
+    return peak_bytes + int(_SAME * max(0, peak_bytes - base_bytes))
