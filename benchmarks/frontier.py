@@ -115,15 +115,17 @@ def measure_frontier(
     models: list[nn.Module | None] = []
     for row, prepare in ways:
         if row.error is not None:
-            models.append(None)
+            model = None
         else:
             report(f"{row.implementation} {row.setting}")
-            row = _measured(bench, row, prepare, models)
+            row, model = _measured(bench, row, prepare, [bench.model, *models])
         rows.append(row)
+        models.append(model)
     report(f"timing: {warmup_steps} warm-up and {steps} measured rounds")
     times = interleaved_times(models, bench.benchmark, bench.step, bench.device, steps=steps, warmup_steps=warmup_steps)
     rows = [_with_times(row, taken) for row, taken in zip(rows, times, strict=True)]
     models.clear()
+    del model
     gc.collect()  # their forwards are parts of cycles, and they are not the memory of what is measured next
     compiled = [(Row(COMPILED, str(share)), share, lambda model: model) for share in shares]
     if compiled:
@@ -138,8 +140,10 @@ def _with_times(row: Row, taken: Sequence[float]) -> Row:
     return replace(row, step_ms=statistics.median(taken), step_ms_all=tuple(taken)) if taken else row
 
 
-def _measured(bench: Bench, row: Row, prepare: Prepare, models: list[nn.Module | None]) -> Row:
-    """Setup time, gradients and peak of one way to train the model, which is appended to ``models``."""
+def _measured(
+    bench: Bench, row: Row, prepare: Prepare, others: Sequence[nn.Module | None]
+) -> tuple[Row, nn.Module | None]:
+    """Setup time, gradients and peak of one way to train the model."""
     copied = copy.deepcopy(bench.model)
     # By name before anything is wrapped: an implementation may rename parameters as long as it keeps them.
     parameters = dict(copied.named_parameters())
@@ -152,13 +156,11 @@ def _measured(bench: Bench, row: Row, prepare: Prepare, models: list[nn.Module |
         figures = bench.measure(model, parameters)
     except Exception as error:
         # Whatever an implementation cannot do here is a finding: the row reports it and the run goes on.
-        models.append(None)
-        return replace(row, error=f"{type(error).__name__}: {error}")
+        return replace(row, error=f"{type(error).__name__}: {error}"), None
     # The other copies of the model wait on the same device for their turn: they are not this step's memory.
-    peak_bytes = figures.peak_bytes - storage_bytes(tensors_of([bench.model, *models]), bench.device)
-    models.append(model)
+    peak_bytes = figures.peak_bytes - storage_bytes(tensors_of(others), bench.device)
     setup_s = setup_s if row.setup_s is None else row.setup_s
-    return replace(row, peak_bytes=peak_bytes, setup_s=setup_s, max_rel_grad_diff=bench.difference(figures))
+    return replace(row, peak_bytes=peak_bytes, setup_s=setup_s, max_rel_grad_diff=bench.difference(figures)), model
 
 
 def _planned(bench: Bench, points: int, report: Callable[[str], None]) -> list[tuple[Row, Prepare]]:
@@ -218,14 +220,13 @@ def _compiled(bench: Bench, row: Row, prepare: Prepare, share: float, steps: int
         finish_step(compiled, bench.benchmark)
         return compiled
 
-    models: list[nn.Module | None] = []
     with functorch_config.patch(activation_memory_budget=share):
-        row = _measured(bench, row, compile_and_run, models)
-        if models[0] is not None:
+        row, model = _measured(bench, row, compile_and_run, [bench.model])
+        if model is not None:
             rounds = range(warmup_steps + steps)
-            taken = [timed_step(models[0], bench.benchmark, bench.step, bench.device) for _ in rounds]
+            taken = [timed_step(model, bench.benchmark, bench.step, bench.device) for _ in rounds]
             row = _with_times(row, taken[warmup_steps:])
-    models.clear()
+    del model
     gc.collect()
     return row
 
@@ -330,10 +331,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: Any = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         parser.error(f"--draw {path} cannot be read: {error}")
-    if document.get("columns") != [*COLUMNS]:
+    if not isinstance(document, dict) or document.get("columns") != [*COLUMNS]:
         parser.error(f"--draw {path} was not written by this script with --json")
     return document
 

@@ -384,6 +384,7 @@ def test_what_was_written_is_drawn_without_measuring_a_panel_for_each_file(
     [
         (["--draw", "missing.json", "--picture", "panels.png"], "missing.json cannot be read"),
         (["--draw", "other.json", "--picture", "panels.png"], "other.json was not written by this script"),
+        (["--draw", "list.json", "--picture", "panels.png"], "list.json was not written by this script"),
         (["--draw", "other.json"], "--draw needs --picture"),
     ],
 )
@@ -397,6 +398,7 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.json").write_text("{}")
+    Path("list.json").write_text("[]")
     with pytest.raises(SystemExit):
         frontier.main(arguments)
     assert message in capsys.readouterr().err

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import random
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -715,6 +716,32 @@ class Returns(nn.Module):
 
 def chunked(function: Callable[[Tensor], Any]) -> nn.Module:
     return checkpoint_module(Returns(function), chunks=3, check_chunks=False)
+
+
+@pytest.mark.parametrize("per_step", [True, False])
+def test_time_chunks_have_to_draw_as_many_random_numbers_of_a_device_as_the_whole(
+    per_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [torch.zeros(1, dtype=torch.uint8)]  # stands for the generator of a device
+
+    @contextlib.contextmanager
+    def fork_rng(devices: Any) -> Iterator[None]:
+        before = drawn[0].clone()
+        yield
+        drawn[0].copy_(before)
+
+    def draws(x: Tensor) -> Tensor:
+        drawn[0] += len(x) if per_step else 1
+        return x.sigmoid()
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: drawn)
+    treated = checkpoint_module(Returns(draws), chunks=2)
+    expected = contextlib.nullcontext() if per_step else pytest.raises(ValueError, match="draw other random numbers")
+    with expected:
+        treated(torch.randn(T, N, C, requires_grad=True))
 
 
 def test_time_chunks_may_return_a_parameter_in_some_pieces() -> None:

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
+
+from lightning_memopt.checkpointing.random_state import set_torch_random, torch_random
 
 _Key = tuple[int, str, int]
 # For each hook that only looks, call by call: the random states it left behind, None where it drew nothing.
@@ -176,21 +177,12 @@ def _versions(values: Any) -> list[int]:
 
 
 def _random_states() -> list[Any]:
-    states: list[Any] = [random.getstate()]
-    with no_dispatch():  # under fake tensors these are still real
-        states.append(torch.get_rng_state().numpy().tobytes())
-        if torch.cuda.is_initialized():
-            states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
-    return states
+    return [random.getstate(), *torch_random()]
 
 
 def _set_random_states(states: list[Any]) -> None:
     random.setstate(states[0])
-    with no_dispatch():
-        torch.set_rng_state(torch.frombuffer(bytearray(states[1]), dtype=torch.uint8))
-        if len(states) > 2:
-            others = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states[2:]]
-            torch.cuda.set_rng_state_all(others)
+    set_torch_random(states[1:])
 
 
 def _same(then: list[Any], now: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Random numbers of the host: those of Python and NumPy.
+"""Where the generators of random numbers stand: those of Python and NumPy, and torch's.
 
 torch's are replayed by torch in a recomputed region, by ``parts.py`` in a part.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +49,21 @@ class HostRandom:
             yield
         finally:
             now.set()
+
+
+def torch_random() -> list[bytes]:
+    """The states of torch's generators: that of the host, and where CUDA is in use, those of its devices."""
+    with no_dispatch():  # under fake tensors these are still real
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            states += torch.cuda.get_rng_state_all()
+        return [state.numpy().tobytes() for state in states]
+
+
+def set_torch_random(states: Sequence[bytes]) -> None:
+    """Put torch's generators where they were when :func:`torch_random` was called."""
+    with no_dispatch():
+        host, *devices = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

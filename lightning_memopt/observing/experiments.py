@@ -46,6 +46,7 @@ from lightning_memopt.checkpointing import (
 )
 from lightning_memopt.checkpointing.layout import is_dense
 from lightning_memopt.checkpointing.module import set_config
+from lightning_memopt.checkpointing.random_state import torch_random
 from lightning_memopt.checkpointing.state import forget_constants, replace_graphs
 from lightning_memopt.measuring import MemoryMark, mark_memory, measure_memory
 from lightning_memopt.measuring.storage_trace import fake_mode, is_timed
@@ -260,7 +261,7 @@ class _Left:
     gradients: Any = field(default_factory=WeakTensorKeyDictionary)
     """Of leaves, as long as these live: another run may get another tensor at the same address."""
     state: list[Any] = field(default_factory=list)
-    random: bytes = b""
+    random: list[bytes] = field(default_factory=list)
 
 
 class _Bench:
@@ -363,7 +364,7 @@ class _Bench:
             stack.enter_context(_after_autocast(call.device))
             mark_memory(f"{name}:{_HELD}")
             if left is not None and fake_mode() is None:
-                left.random = _random_numbers(call.device)
+                left.random = torch_random()
             with _gradients_aside([] if root is None else leaves_of(root)) as leaves:
                 if root is not None:
                     with clock:
@@ -605,14 +606,6 @@ def _state_of(call: RegionCall) -> list[Any]:
         if isinstance(leaf, (Tensor, *_PLAIN)) and not isinstance(leaf, nn.Parameter)
     ]
     return _values_of(leaves)
-
-
-def _random_numbers(device: torch.device) -> bytes:
-    """Where torch's random numbers stand, those of the host and of ``device``."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def _values_of(values: Any) -> list[Any]:
