@@ -556,6 +556,38 @@ def test_ranks_with_unequal_batches_agree_and_refuse_together() -> None:
     assert "Allow at least" in first["results"][budgets[1]]
 
 
+def where_one_rank_takes_warnings_for_errors(rank: int) -> list[tuple[str, bool]]:
+    torch.set_num_threads(1)
+    seen = []
+    for asked in ({"memory_budget": "1GiB"}, {"level": 1, "can_chunk": no_norms}):
+        model = compiled_in_parts(network())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if rank == 1 else "ignore")
+            try:
+                optimize_memory(model, targets=Block, example_forward=loss, **asked)
+                told = ""
+            except (UserWarning, RuntimeError) as error:
+                told = f"{type(error).__name__}: {error}"
+        seen.append((told, applied_plan(model) is None))
+    return seen
+
+
+def no_norms(module: nn.Module) -> bool:
+    return not isinstance(module, nn.LayerNorm)
+
+
+def test_a_warning_that_is_an_error_on_one_rank_leaves_no_plan_on_any() -> None:
+    told, raised = run_ranks(where_one_rank_takes_warnings_for_errors, 2, timeout=120.0)
+    (budget, is_plain), (level, is_plain_too) = raised
+    assert budget.startswith("UserWarning: The plan keeps its budget")
+    assert level.startswith("UserWarning: can_chunk has no effect")
+    assert is_plain
+    assert is_plain_too
+    for other, is_plain in told:
+        assert other.startswith("RuntimeError: Rank 1 failed while")
+        assert is_plain
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What lies beside the blocks, and the two ends
 

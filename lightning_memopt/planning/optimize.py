@@ -157,10 +157,10 @@ def optimize_memory(
     ranks.same("comparing the arguments", request.described())
     if all(done) or nothing:
         return model
-    for setting in without_effect(request):
-        warnings.warn(setting, stacklevel=2)
     started = time.perf_counter()
     with all_or_nothing(model), ranks.telling():
+        for setting in without_effect(request):
+            warnings.warn(setting, stacklevel=2)
         remove_plan(model)
         if request.plan is not None:
             plan = ranks.attempt("reading the plan", lambda: as_plan(request.plan))
@@ -181,7 +181,6 @@ def apply_on_all(model: nn.Module, plan: Plan, request: Request, ranks: Ranks) -
     ranks.attempt("applying the plan", lambda: apply_checked(model, plan, request.key()))
     if not in_force(model, plan):
         raise RuntimeError("The plan was applied but is not in force: a module lost its treatment. This is a bug.")
-    ranks.same("comparing the plans that were applied", plan.digest())
     if plan.memory_budget is not None and _is_compiled(model):
         warnings.warn(
             f"The plan keeps its budget of {format_bytes(plan.memory_budget)} where the model runs without "
@@ -190,6 +189,7 @@ def apply_on_all(model: nn.Module, plan: Plan, request: Request, ranks: Ranks) -
             "torch.compile out, or use level=1, which compiled code follows.",
             stacklevel=3,
         )
+    ranks.same("comparing the plans that were applied", plan.digest())
 
 
 def _is_compiled(model: nn.Module) -> bool:
